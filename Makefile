@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 PARALLEL := -n $$((2 + $$(nproc))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test soak test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference format lock clean
+.PHONY: help env system-packages demo test test-faults soak test-upgrade test-alerts test-ui screenshots test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz audit bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference dashboards format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,11 +21,28 @@ system-packages:  ## as root: the Debian packages that tests and benchmarks want
 demo: env  ## the main job on this machine: train, publish, refresh, repack, kill, report (ARGS="--seed 2" ...)
 	@$(RUN) -m deploy.demo $(ARGS)
 
-test: env  ## every test of the README, without those of `make soak` (some minutes)
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not soak" $(PARALLEL) $(ARGS)
+test: env  ## every test of the README, without those of `make test-faults` (some minutes)
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not long and not upgrade and not alerts and not ui" $(PARALLEL) $(ARGS)
 
-soak: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow host, more seeds, one after the other (some eight minutes)
-	@$(RUN) -m pytest tests/faults tests/sim -m soak $(ARGS)
+test-faults: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow host, more seeds, one after the other (some eight minutes)
+	@$(RUN) -m pytest tests/faults tests/sim -m long $(ARGS)
+
+MINUTES ?= 20
+SEED ?= 1
+soak: env  ## the whole system under load and seeded chaos, judged by clients that know the right answers (MINUTES=20, HOURS=2, SEED=1); bench-results/soak.json
+	@$(RUN) -m tests.soak $(if $(HOURS),--hours $(HOURS),--minutes $(MINUTES)) --seed $(SEED) $(ARGS)
+
+test-upgrade: env  ## relays, gateway, SDK and plugins of this release and the one before, which is built from its tag, both ways; some three minutes
+	@$(RUN) -m pytest tests/upgrade -m upgrade --show-capture=stdout -rP $(ARGS)
+
+test-alerts: env  ## every alert rule fires from real daemons under a real Prometheus, a minute of the rules taken for a second; some four minutes
+	@$(RUN) -m pytest tests/alerts -m alerts --show-capture=stdout -rP $(ARGS)
+
+test-ui: env  ## the dashboard in a real Chromium: what it shows, keys, axe, frames with 5,000 sessions; some four minutes
+	@$(RUN) -m pytest tests/ui -m ui --show-capture=stdout -rP $(ARGS)
+
+screenshots: env  ## the pictures of docs/dashboard.md, from a real fleet with 5,000 sessions of made-up agents; some four minutes
+	@$(RUN) -m tests.ui.screenshots $(ARGS)
 
 test-vllm: env  ## the same with real vLLM on CPU, installed once (3.5 GB on disk): refresh, moves, kill -9; some ten minutes
 	@$(RUN) -m pytest tests/vllm -m vllm $(ARGS)
@@ -47,7 +64,7 @@ trl: env  ## one TRL trainer on a fleet of this machine, step by step (ARGS=asyn
 	@$(RUN) -m tests.trl $(ARGS)
 
 test-verl: env  ## verl's weight updates and agent loops on a fleet of this machine, with verl installed once (1.7 GB on disk); three minutes
-	@$(RUN) -m pytest tests/verl -m "verl and not soak" $(ARGS)
+	@$(RUN) -m pytest tests/verl -m "verl and not long" $(ARGS)
 
 verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and what they printed
 	@$(RUN) -m tests.verl $(ARGS)
@@ -55,7 +72,7 @@ verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and
 quick: env  ## the quick part of the tests (under a minute)
 	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not slow" -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
 
-check: env  ## format, lint, strict types, import directions, generated parts fresh; seconds, no tests
+check: env  ## format, lint with bandit's rules, strict types, import directions, generated parts fresh; seconds, no tests
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
@@ -72,9 +89,13 @@ faultkit: env  ## seeded cuts through the real gateway over HTTP (SEEDS=1000, so
 	@LAMINAR_FAULTKIT_SEEDS=$(SEEDS) $(RUN) -m pytest tests/faults/test_seeded_cuts.py --show-capture=stdout -rP $(ARGS)
 
 EXAMPLES ?= 50
-fuzz: env  ## the OpenAPI schema that a gateway serves, fuzzed by schemathesis, which it installs beside .venv (EXAMPLES=50)
+SEED ?= 1
+fuzz: env  ## every port and file that strangers write to: HTTP by schemathesis, which it installs beside .venv, with and without keys; frames, gRPC, etcd, key files (EXAMPLES=50 SEED=1)
 	@test -x .venv-fuzz/bin/schemathesis || { $(PYTHON) -m venv .venv-fuzz && .venv-fuzz/bin/pip -q install 'schemathesis>=4.32'; }
-	@LAMINAR_FUZZ_EXAMPLES=$(EXAMPLES) $(RUN) -m pytest tests/e2e/test_openapi_fuzz.py --show-capture=stdout -rP $(ARGS)
+	@LAMINAR_FUZZ_EXAMPLES=$(EXAMPLES) LAMINAR_FUZZ_SEED=$(SEED) $(RUN) -m pytest tests/fuzz tests/e2e/test_openapi_fuzz.py --show-capture=stdout -rP $(ARGS)
+
+audit: env  ## known vulnerabilities of requirements.lock, by pip-audit, which it installs beside .venv; needs the internet
+	@$(RUN) -m deploy.audit
 
 bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publish" runs parts); some 20 minutes
 	@$(RUN) -m tests.bench.relay $(ARGS)
@@ -109,6 +130,9 @@ protos: env  ## generate the gRPC code from protos/*.proto
 reference: env  ## write the pages of docs/reference from the code
 	@$(RUN) -m deploy.reference
 
+dashboards: env  ## write the Grafana dashboards of deploy/grafana from their table
+	@$(RUN) -m deploy.grafana
+
 format: env  ## format, mend what ruff can
 	@$(RUN) -m ruff format .
 	@$(RUN) -m ruff check --fix .
@@ -117,4 +141,4 @@ lock: env  ## requirements.lock with the newest versions that pyproject.toml all
 	@$(PYTHON) -m deploy.lock_env
 
 clean:  ## remove .venv and caches of this checkout (the shared environment stays)
-	@rm -rf .venv .venv-vllm .venv-trl .venv-verl .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-report
+	@rm -rf .venv .venv-vllm .venv-trl .venv-verl .venv-audit .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-report

@@ -41,10 +41,20 @@ def _has_library(name: str) -> bool:
     return True
 
 
+def _has_faketime() -> bool:
+    """It is loaded into a program by its path, and not found where linkers look."""
+    return any(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+
+
 def _has_headers() -> bool:
     return (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 
+def _has_fonts() -> bool:
+    return any(Path("/usr/share/fonts").rglob("*.ttf"))
+
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 SET_UP = (
     SystemPackage("gcc", "compiles a package that has no wheel", lambda: _has_command("cc") or _has_command("gcc")),
     SystemPackage("libc6-dev", "what a compiler needs", lambda: Path("/usr/include/stdio.h").is_file()),
@@ -56,7 +66,11 @@ TESTS = (
     SystemPackage("iptables", "tests of cut links", lambda: _has_command("iptables")),
     SystemPackage("bubblewrap", "the sandbox of `agents-env run code` on older kernels", lambda: _has_command("bwrap")),
     SystemPackage("redis-server", "tests of stores that gateways share", lambda: _has_command("redis-server")),
+    SystemPackage("libfaketime", "clock steps in `make soak`", _has_faketime),
+    SystemPackage("nginx", "the test of the proxy that docs/security.md shows", lambda: _has_command("nginx")),
     SystemPackage("prometheus", "promtool, for tests of the alert rules", lambda: _has_command("promtool")),
+    SystemPackage("chromium", "tests of the dashboard", lambda: any(map(_has_command, CHROMIUM))),
+    SystemPackage("fonts-dejavu-core", "its text", _has_fonts),
 )
 BENCHMARKS = (
     SystemPackage("libibverbs1", "Mooncake, in `make bench-relay`", lambda: _has_library("libibverbs.so.1")),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from gateway.api.access import Access
 from gateway.api.admin import AdminDeps, add_admin_routes
@@ -18,7 +20,8 @@ from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, add_experience_routes
 from gateway.api.generate import add_generate_route
 from gateway.api.groups import add_group_routes
-from gateway.api.http_server import BACKLOG, Runner, bodies_in_time
+from gateway.api.http_server import bodies_in_time
+from gateway.api.listeners import AdminPlace, Listener, admin_place, listen, listen_for_admins, peers_of
 from gateway.api.openai.routes import OpenAIDeps, add_openai_routes
 from gateway.api.openai.text_proxy import TextRoutes
 from gateway.api.openapi import add_openapi_route
@@ -27,6 +30,9 @@ from gateway.api.responses.routes import add_responses_routes
 from gateway.api.routes import ROUTES
 from gateway.api.sessions import add_session_routes
 from gateway.api.tasks import add_task_routes
+from gateway.api.ui import reading
+from gateway.api.ui.feed import Feed
+from gateway.api.ui.routes import add_ui_routes
 from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
 from gateway.core.lengths import SessionDurations
@@ -63,12 +69,11 @@ from paramserver.membership import EtcdRegistry
 from protos.access.key_file import KeyFile
 from protos.access.listening import check_listening, warn_insecure
 from protos.errors import InvalidRequest
-from protos.process import cannot_listen
 
 log = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
-CLOSE_TIMEOUT_S = 0.1  # for handlers, after draining: by default aiohttp would wait for them again
+OPERATIONS_BY_ROUTE = {(route.method.upper(), route.path): route.operation for route in ROUTES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +107,26 @@ class Parts:
 
 @dataclass(slots=True)
 class Gateway:
-    """A running gateway. `url` is where it listens."""
+    """A running gateway."""
 
-    url: str
     config: GatewayConfig
     stores: Stores
     parts: Parts
     status: GatewayStatus
-    _runner: web.AppRunner
+    listener: Listener
+    admin: Listener | None
     _loops: Supervisor
     _stack: AsyncExitStack
+
+    @property
+    def url(self) -> str:
+        """Where clients reach it."""
+        return self.listener.url
+
+    @property
+    def admin_url(self) -> str:
+        """Where those who operate it reach it."""
+        return self.url if self.admin is None else self.admin.url
 
     @property
     def fleet(self) -> Fleet:
@@ -125,7 +140,9 @@ class Gateway:
         # 1. No new connections, sessions or turns. Running turns finish and are answered, until the deadline or until
         #    `hurry` is set; what is left stays in flight on disk, for the next life of this gateway.
         await self._drain(drain_timeout_s, hurry or asyncio.Event())
-        await self._runner.cleanup()
+        await self.listener.close()
+        if self.admin is not None:  # until here it shows how the turns end
+            await self.admin.close()
         # 2. No more decisions.
         await self._loops.close()
         self.status.close()
@@ -135,8 +152,7 @@ class Gateway:
     async def _drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
         running, text_proxy = self.sessions.running, self.parts.text_proxy
         self.parts.live.draining = True
-        for site in list(self._runner.sites):
-            await site.stop()
+        await self.listener.stop()
         draining = [asyncio.create_task(turn.released()) for turn in running.values()]
         if text_proxy is not None:
             text_proxy.draining = True
@@ -158,11 +174,12 @@ class Gateway:
 
 async def start(config: GatewayConfig) -> Gateway:
     """Serves when this returns; engines and relays may still be away. Raises LaminarError with what is wrong."""
-    keys = open_keys(config)
+    keys, place = open_keys(config), admin_place(config)
     codec = Codec.load(config.tokenizer)
     async with AsyncExitStack() as stack:
-        registry = await EtcdRegistry.connect(config.etcd) if config.etcd is not None else None
-        if registry is not None:
+        registry = None
+        if config.etcd is not None:
+            registry = await EtcdRegistry.connect(config.etcd, access=config.etcd_access)
             stack.push_async_callback(registry.close)
         path = None if config.data is None else config.data / DATABASE_NAME
         database = await stack.enter_async_context(Database(path))
@@ -198,10 +215,17 @@ async def start(config: GatewayConfig) -> Gateway:
         access = None
         if keys is not None:
             access = Access(keys, parts.live, parts.groups, agents_may_reward=config.agents_may_reward)
-        runner = await _listen(config, _routes(config, codec, parts, stores, status, access))
-        url = f"http://{config.host}:{runner.addresses[0][1]}"
+        async with AsyncExitStack() as listening:
+            deps = AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline)
+            admin = None
+            if place is not None:
+                admin = await listen_for_admins(_admin_routes(config, deps, place, access), place)
+                listening.push_async_callback(admin.close)
+                status.admin_url = admin.url
+            listener = await listen(_routes(config, codec, parts, stores, deps, access), config.host, config.port)
+            listening.pop_all()
         loops = _start_loops(config, parts, registry, access)
-        return Gateway(url, config, stores, parts, status, runner, loops, stack.pop_all())
+        return Gateway(config, stores, parts, status, listener, admin, loops, stack.pop_all())
 
 
 def open_keys(config: GatewayConfig) -> KeyFile | None:
@@ -322,13 +346,11 @@ def _routes(
     codec: Codec,
     parts: Parts,
     stores: Stores,
-    status: GatewayStatus,
+    admin: AdminDeps,
     access: Access | None = None,
 ) -> web.Application:
     """`access` None: no middleware asks for keys."""
-    operations = {(route.method.upper(), route.path): route.operation for route in ROUTES}
-    control = [] if access is None else [access.control(operations)]
-    app = web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, *control, bodies_in_time])
+    app = _application(config, [] if access is None else [access.control(OPERATIONS_BY_ROUTE)])
     from_user = config.session_from_user
     text = None
     if parts.text_proxy is not None:
@@ -338,11 +360,13 @@ def _routes(
     add_generate_route(app, calls)
     add_responses_routes(app, calls)
     add_anthropic_routes(app, calls)
-    add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins)
+    add_session_routes(app, parts.live, parts.endings, parts.groups, parts.fleet.pins, config.public_url)
     add_record_routes(app, parts.live, stores.buffer, codec)
-    add_group_routes(app, parts.groups, parts.live)
-    add_admin_routes(app, AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline))
+    add_group_routes(app, parts.groups, parts.live, config.public_url)
+    add_admin_routes(app, admin, operate_at=admin.status.admin_url)
     add_task_routes(app, stores.tasks)
+    shown = reading.Parts(admin.status, parts.fleet, parts.sessions, parts.repacker, stores.buffer, stores.timeline)
+    add_ui_routes(app, Feed(reading.Reading(shown, config.model)))
     add_openapi_route(app)
     add_experience_routes(
         app,
@@ -353,15 +377,16 @@ def _routes(
     return app
 
 
-async def _listen(config: GatewayConfig, app: web.Application) -> web.AppRunner:
-    runner = Runner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, config.host, config.port, backlog=BACKLOG).start()
-    except OSError as error:
-        await runner.cleanup()
-        raise cannot_listen(config.host, config.port, error) from error
-    return runner
+def _admin_routes(config: GatewayConfig, admin: AdminDeps, place: AdminPlace, access: Access | None) -> web.Application:
+    """What the admin listener answers: whatever an operator looks at, and does."""
+    control = [] if access is None else [access.control(OPERATIONS_BY_ROUTE)]
+    app = _application(config, control if place.path is None else [peers_of(place)])
+    add_admin_routes(app, admin)
+    return app
+
+
+def _application(config: GatewayConfig, control: Sequence[Middleware]) -> web.Application:
+    return web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, *control, bodies_in_time])
 
 
 def _start_loops(

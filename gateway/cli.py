@@ -1,4 +1,4 @@
-"""Commands of the gateway: `serve`, `doctor`, `backup`, `status`, `repack`, and those that load more (`LAZY`)."""
+"""Commands of the gateway: `serve`, `doctor`, `backup`, `status`, `top`, `repack`; others are loaded late (`LAZY`)."""
 
 from __future__ import annotations
 
@@ -96,6 +96,9 @@ class StoreOption(click.Option):
         self._help = text
 
 
+gateway_url = click.option(
+    "--url", default="http://127.0.0.1:8080", help="Address of a running gateway, or unix:PATH of its admin listener."
+)
 gateway_options = config_options(GatewayConfig, experience_store={"cls": StoreOption, "type": ExperienceStore()})
 
 
@@ -118,7 +121,7 @@ def cli() -> None:
 @cli.command()
 @gateway_options
 @click.option("--log-level", type=LOG_LEVEL, default="info", help="The least severe messages that are logged.")
-@click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the address, once up.")
+@click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the addresses, once up.")
 def serve(engines: tuple[str, ...], log_level: str, ready_file: Path | None, **options: Any) -> None:
     """Serves the OpenAI API over the engines named."""
     setup_logging(log_level)
@@ -174,7 +177,7 @@ def backup(data: Path, out: Path) -> None:
 
 
 @cli.command()
-@click.option("--url", default="http://127.0.0.1:8080", help="Address of a running gateway.")
+@gateway_url
 @click.option("--dry-run", is_flag=True, help="Show what would move now, with the reasons; nothing moves.")
 @click.option("--json", "as_json", is_flag=True, help="The gateway's response as JSON.")
 def repack(url: str, dry_run: bool, as_json: bool) -> None:
@@ -189,7 +192,7 @@ def repack(url: str, dry_run: bool, as_json: bool) -> None:
 
 
 @cli.command()
-@click.option("--url", default="http://127.0.0.1:8080", help="Address of a running gateway.")
+@gateway_url
 @click.option("--json", "as_json", is_flag=True, help="All fields, as in the response of `GET /status`.")
 @click.option(
     "--wait-s",
@@ -211,6 +214,24 @@ def status(url: str, as_json: bool, wait_s: float) -> None:
         click.echo(json.dumps(answer, indent=1))
     else:
         show(answer)
+
+
+@cli.command()
+@click.option("--url", default="http://127.0.0.1:8080", help="Address of a running gateway.")
+@click.option("--once", is_flag=True, help="Print it as it is now, and end.")
+def top(url: str, once: bool) -> None:
+    """Shows a running gateway as it goes on: engines, sessions, relays, what waits. Ctrl-C ends it.
+
+    The dashboard at /ui shows the same in a browser. Both need a key with the role reader where the gateway has keys.
+    """
+    from gateway.operate.top import run
+
+    try:
+        asyncio.run(run(url, only_once=once))
+    except LaminarError as e:
+        raise click.ClickException(str(e)) from e
+    except KeyboardInterrupt:
+        return
 
 
 @cli.group(epilog="\b\n" + "\n".join(f"{role + ':':9}{PURPOSE[role]}" for role in ROLES))
@@ -256,12 +277,14 @@ async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     log.info("%s", config)
     log.info("serving %s at %s/v1 with %d engines", config.model, gateway.url, len(config.engines))
+    if gateway.admin is not None:
+        log.info("routes that change the fleet are answered at %s alone", gateway.admin_url)
     if not config.engines and config.etcd is None:
         log.warning(
             "no engine yet: name one with --engine, or send it to POST /admin/engines; until then turns get 429"
         )
     try:
-        write_ready_file(ready_file, {"url": gateway.url})
+        write_ready_file(ready_file, {"url": gateway.url, "admin_url": gateway.admin_url})
     except LaminarError:
         await gateway.close(drain_timeout_s=0)
         raise

@@ -17,7 +17,10 @@ from gateway.core.networks import Networks
 from gateway.core.text_requests import TextApi
 from gateway.core.types import LogprobsKind
 from gateway.redis.address import RedisAddress
+from protos.access.credentials import CREDENTIALS_VARIABLE
+from protos.access.etcd import EtcdAccess
 from protos.access.listening import INSECURE
+from protos.access.unix_socket import socket_path
 from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, check_relay, is_address, is_host_port
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Name, Size
@@ -43,6 +46,32 @@ class NetworkList(click.ParamType[Networks]):
             return value if isinstance(value, Networks) else Networks.parse(str(value))
         except InvalidRequest as error:
             self.fail(str(error), param, context)
+
+
+class ListenAddress(click.ParamType[str]):
+    """HOST:PORT, with 0 for any free port, or the path of a unix socket."""
+
+    name = "host:port|unix:path"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
+        host, _, port = str(value).rpartition(":")
+        if socket_path(str(value)) in (None, Path()) and not (host and port == "0") and not is_host_port(str(value)):
+            self.fail(f"{value!r} is neither HOST:PORT, like 127.0.0.1:8081, nor unix:PATH", param, context)
+        return str(value)
+
+
+class PublicUrl(click.ParamType[str]):
+    """The address of a server of HTTP, without a `/` at its end."""
+
+    name = "url"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
+        url = str(value)
+        if not is_address(url) or "@" in url:
+            self.fail(f"{url!r} is no address, like https://rollouts.example.org", param, context)
+        if hint := base_url_hint(url):
+            self.fail(f"{url!r}: give it {hint}", param, context)
+        return url.rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +105,7 @@ class GatewayConfig:
         f"An engine; repeat the option for each one. KIND: {', '.join(ENGINE_KINDS)}.",
     ] = ()
     etcd: Annotated[str | None, HostPort(), "Where relays register engines (`paramserver serve --engine`)."] = None
+    etcd_access: EtcdAccess = field(default_factory=EtcdAccess)
     relay: Annotated[str | None, HostPort(), "Relay from which engines without a relay of their own load versions."] = (
         None
     )
@@ -115,10 +145,32 @@ class GatewayConfig:
         "Access control: a file with a line ROLE NAME KEY for each key (`gateway keys new` makes one). It is read "
         "again when it changes.",
     ] = None
+    credentials: Annotated[
+        Path | None,
+        DIRECTORY,
+        Flag(envvar=CREDENTIALS_VARIABLE, show_envvar=True),
+        "The gateway's credentials at relays that ask for them (`paramserver credentials` makes them).",
+    ] = None
     insecure: Annotated[bool, INSECURE] = False
     agents_may_reward: Annotated[
         bool, "With --api-keys: a session's own key may finish, reward and abandon it, as its finish key may."
     ] = False
+    admin_listen: Annotated[
+        str | None,
+        ListenAddress(),
+        Flag(show_default="with API keys: a free port of 127.0.0.1; else the port of all other routes"),
+        "Where routes that change the fleet are answered, and nowhere else then: adding and removing engines, and "
+        "repacking. A unix socket takes no keys: the mode of its file, and the user of the client, decide.",
+    ] = None
+    admin_group: Annotated[
+        str | None, Name(), "A group whose users may use the unix socket of --admin-listen, too; else only its owner."
+    ] = None
+    public_url: Annotated[
+        str | None,
+        PublicUrl(),
+        Flag(show_default="the address to which each client sent its request"),
+        "Where clients reach the gateway, when a proxy stands before it: the `base_url` of sessions begins with it.",
+    ] = None
     engine_networks: Annotated[
         Networks | None,
         NetworkList(),

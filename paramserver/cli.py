@@ -20,8 +20,11 @@ import click
 from paramserver.client.relay import RelayClient
 from paramserver.config import EngineBeside, RelayConfig, default_pool_dir
 from paramserver.core.records import NUMBER_MAX
+from paramserver.credentials.commands import credentials as credentials_group
 from paramserver.membership import LocalEtcd
-from protos.errors import LaminarError
+from protos.access.credentials import CREDENTIALS_VARIABLE, credentials_in
+from protos.access.etcd import EtcdAccess
+from protos.errors import InvalidRequest, LaminarError
 from protos.options import (
     DIRECTORY,
     LOG_LEVEL,
@@ -60,8 +63,19 @@ def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-relay_option = click.option(
-    "--relay", type=HostPort(), required=True, envvar="LAMINAR_RELAY", help="gRPC HOST:PORT of a relay."
+def relay_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every command that calls a relay."""
+    return click.option(
+        "--relay", type=HostPort(), required=True, envvar="LAMINAR_RELAY", help="gRPC HOST:PORT of a relay."
+    )(credentials_option(command))
+
+
+credentials_option = click.option(
+    "--credentials",
+    type=DIRECTORY,
+    envvar=CREDENTIALS_VARIABLE,
+    show_envvar=True,
+    help="The caller's credentials, where relays ask for them.",
 )
 
 
@@ -79,6 +93,9 @@ def cli() -> None:
       paramserver serve --name b --etcd 127.0.0.1:2379 --port 7002 &
       paramserver status --relay 127.0.0.1:7001
     """
+
+
+cli.add_command(credentials_group)
 
 
 @cli.command()
@@ -105,11 +122,13 @@ def serve(
 
 
 async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
-    from paramserver.daemon.process import check_open, serve
+    from paramserver.daemon.process import open_credentials, serve
 
-    check_open(config)  # before an etcd of its own starts
+    credentials = open_credentials(config)  # before an etcd of its own starts
+    if not config.etcd and (config.etcd_access.etcd_cacert or config.etcd_access.etcd_user):
+        raise InvalidRequest("--etcd-cacert and --etcd-user are for an etcd that runs", hint="add --etcd HOST:PORT")
     if config.etcd:
-        await serve(config, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
+        await serve(config, credentials, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
         return
     # Beside the pool, and kept: with a new etcd versions would begin at 1 again, below those that engines serve.
     pool_dir = config.pool_dir.resolve()
@@ -122,7 +141,7 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
             _ready(ready_file, {**addresses, "etcd": config.etcd})
 
         try:
-            await serve(config, ready)
+            await serve(config, credentials, ready)
         finally:
             keeping.cancel()
             await asyncio.wait([keeping])
@@ -160,23 +179,40 @@ async def _etcd(port: int, data_dir: Path | None, ready_file: Path | None) -> No
 
 
 @cli.command()
-@relay_option
+@relay_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def status(relay: str, as_json: bool) -> None:
+def status(relay: str, credentials: Path | None, as_json: bool) -> None:
     """Shows a relay: its models, chain, versions, transfers, pins and memory."""
     from paramserver.cli_views import show_status
 
     async def call() -> None:
-        async with RelayClient(relay) as client:
+        async with _client(relay, credentials) as client:
             show_status(await client.status(), as_json=as_json)
 
     _run(call())
 
 
 @cli.command()
-@relay_option
+@relay_options
+@click.option("--once", is_flag=True, help="Print it as it is now, and end.")
+def top(relay: str, credentials: Path | None, once: bool) -> None:
+    """Shows a relay as it goes on: its chain with rates, versions, transfers and memory. Ctrl-C ends it."""
+    from paramserver.top import run
+
+    async def call() -> None:
+        async with _client(relay, credentials) as client:
+            await run(client, only_once=once)
+
+    try:
+        _run(call())
+    except KeyboardInterrupt:
+        return
+
+
+@cli.command()
+@relay_options
 @click.option("--wait-s", type=click.FloatRange(0), default=600.0, help="How long to wait until it is not needed.")
-def drain(relay: str, wait_s: float) -> None:
+def drain(relay: str, credentials: Path | None, wait_s: float) -> None:
     """Prepares a relay to be stopped: it gives up mastership and leaves the chain. Waits until the relay is not needed.
 
     It serves its versions meanwhile. Exit status 1 when it is still needed after --wait-s.
@@ -185,7 +221,7 @@ def drain(relay: str, wait_s: float) -> None:
     async def wait() -> list[str]:
         shown: list[str] = []
         deadline = time.monotonic() + wait_s
-        async with RelayClient(relay) as client:
+        async with _client(relay, credentials) as client:
             while (needed := await client.drain()) and time.monotonic() < deadline:
                 if needed != shown:
                     click.echo(f"still needed as {'; '.join(needed)}", err=True)
@@ -201,13 +237,13 @@ def drain(relay: str, wait_s: float) -> None:
 
 
 @cli.command()
-@relay_option
+@relay_options
 @click.option(
     "--continues", default="", metavar="ID", help="Id of an earlier etcd, whose versions continue in the present one."
 )
 @click.option("--model", default="", help="With --continues: its next version is above --above.")
 @click.option("--above", type=click.IntRange(0, NUMBER_MAX), default=0, help="The newest version known anywhere.")
-def adopt(relay: str, continues: str, model: str, above: int) -> None:
+def adopt(relay: str, credentials: Path | None, continues: str, model: str, above: int) -> None:
     """Makes a relay join the etcd that is there now, after the one it belonged to was replaced by an empty one.
 
     Until then the relay serves what it has and takes nothing new: an empty etcd counts its revisions from the start, so
@@ -219,7 +255,7 @@ def adopt(relay: str, continues: str, model: str, above: int) -> None:
     """
 
     async def call() -> tuple[str, list[str]]:
-        async with RelayClient(relay) as client:
+        async with _client(relay, credentials) as client:
             return await client.adopt(continues=continues, model=model, above=above)
 
     store_id, versions = _run(call())
@@ -227,9 +263,9 @@ def adopt(relay: str, continues: str, model: str, above: int) -> None:
 
 
 @cli.command()
-@relay_option
+@relay_options
 @click.option("--model", required=True, help="The model's name.")
-def drop(relay: str, model: str) -> None:
+def drop(relay: str, credentials: Path | None, model: str) -> None:
     """Ends a model: all its versions, on every relay, in memory and on disk.
 
     Refused while it has a publisher. Engines that still map a version keep its bytes until they unmap it. A model of
@@ -237,7 +273,7 @@ def drop(relay: str, model: str) -> None:
     """
 
     async def call() -> list[int]:
-        async with RelayClient(relay) as client:
+        async with _client(relay, credentials) as client:
             return await client.drop(model)
 
     held = _run(call())
@@ -245,15 +281,15 @@ def drop(relay: str, model: str) -> None:
 
 
 @cli.command()
-@relay_option
+@relay_options
 @click.option("--model", required=True, help="The model's name.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per version.")
-def versions(relay: str, model: str, as_json: bool) -> None:
+def versions(relay: str, credentials: Path | None, model: str, as_json: bool) -> None:
     """Lists the sealed versions of a model that a relay holds."""
     from paramserver.cli_views import show_versions
 
     async def call() -> None:
-        async with RelayClient(relay) as client:
+        async with _client(relay, credentials) as client:
             show_versions(model, await client.versions(model), as_json=as_json)
 
     _run(call())
@@ -267,9 +303,18 @@ def versions(relay: str, model: str, as_json: bool) -> None:
 @click.option(
     "--relay", "relays", type=HostPort(), multiple=True, help="Check whether its ports are reachable from here."
 )
+@credentials_option
 @config_option(RelayConfig, "lease_ttl_s", help="As the relay will have it.")
+@config_options(EtcdAccess)
 def doctor(
-    pool_dir: Path | None, name: str, pool_bytes: int, etcd: str | None, relays: tuple[str, ...], lease_ttl_s: float
+    pool_dir: Path | None,
+    name: str,
+    pool_bytes: int,
+    etcd: str | None,
+    relays: tuple[str, ...],
+    credentials: Path | None,
+    lease_ttl_s: float,
+    **etcd_options: object,
 ) -> None:
     """Checks this host for a relay: what is wrong, and how to mend it. Exit status 1 if anything is.
 
@@ -279,11 +324,14 @@ def doctor(
     from paramserver.doctor import examine
     from protos.findings import report_findings
 
-    report_findings(_run(examine(pool_dir or default_pool_dir(name), pool_bytes, etcd, relays, lease_ttl_s)))
+    clients = [_client(address, credentials) for address in relays]
+    access = config_from(EtcdAccess, etcd_options)
+    where = pool_dir or default_pool_dir(name)
+    report_findings(_run(examine(where, pool_bytes, etcd, clients, lease_ttl_s, access)))
 
 
 @cli.command()
-@relay_option
+@relay_options
 @click.option("--model", required=True, help="The model's name.")
 @click.option(
     "--version",
@@ -299,7 +347,15 @@ def doctor(
 )
 @config_option(RelayConfig, "stripes", help="TCP connections to the relay.")
 @click.option("--patience-s", type=click.FloatRange(0.1), default=30.0, help="Give up after so long without a byte.")
-def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, patience_s: float) -> None:
+def pull(
+    relay: str,
+    credentials: Path | None,
+    model: str,
+    version: int | None,
+    out: Path,
+    stripes: int,
+    patience_s: float,
+) -> None:
     """Copies a version from a relay into a directory of safetensors files, every digest checked.
 
     \b
@@ -307,12 +363,13 @@ def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, p
     """
     from paramserver.client.pull import pull as pull_version
 
-    _run(pull_version(relay, model, version, out, num_stripes=stripes, patience_s=patience_s))
+    client = _client(relay, credentials)
+    _run(pull_version(client, model, version, out, num_stripes=stripes, patience_s=patience_s))
 
 
 @cli.command()
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@relay_option
+@relay_options
 @click.option("--model", required=True, help="Name to publish under; engines and gateways follow it by this name.")
 @click.option("--step", type=int, default=0, help="Label of the version; its number is given by the master relay.")
 @click.option("--run", help="Label of whoever publishes.", show_default="one made of the time")
@@ -323,6 +380,7 @@ def pull(relay: str, model: str, version: int | None, out: Path, stripes: int, p
 def push(
     directory: Path,
     relay: str,
+    credentials: Path | None,
     model: str,
     step: int,
     run: str | None,
@@ -348,7 +406,7 @@ def push(
     from paramserver.client.push import push as push_directory
 
     work = push_directory(
-        relay,
+        _client(relay, credentials),
         directory,
         model,
         step=step,
@@ -364,6 +422,10 @@ def push(
 def _ready(path: Path | None, addresses: dict[str, str]) -> None:
     write_ready_file(path, addresses)
     click.echo(" ".join(f"{key}={value}" for key, value in addresses.items()))
+
+
+def _client(relay: str, credentials: Path | None) -> RelayClient:
+    return RelayClient(relay, credentials=credentials_in(credentials))
 
 
 def _run(work: Coroutine[None, None, T]) -> T:

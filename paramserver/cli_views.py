@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 
 import click
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from paramserver.client.relay import ModelStatus, RelayStatus, SealedVersion
+from paramserver.client.relay import AccessStatus, ModelStatus, RelayStatus, SealedVersion
 from paramserver.config import show_bytes
 
 PIPE_COLUMNS = 10_000
+EXPIRES_SOON_DAYS = 14
 
 
 def show_status(status: RelayStatus, *, as_json: bool) -> None:
@@ -22,51 +24,67 @@ def show_status(status: RelayStatus, *, as_json: bool) -> None:
         click.echo(msgspec.json.encode(dataclasses.asdict(status)).decode())
         return
     console = _console()
+    for part in describe(status):
+        console.print(part)
+
+
+def describe(status: RelayStatus) -> Iterator[RenderableType]:
+    """The relay's status in lines and tables, for people."""
     registry = "reachable" if status.registry_reachable else "away: going on with the last view"
-    console.print(
-        f"relay {status.relay} (instance {status.instance}), registry {registry}, transport {status.transport}"
-    )
+    yield Text(f"relay {status.relay} (instance {status.instance}), registry {registry}, transport {status.transport}")
     if status.draining:
-        console.print("draining: it serves what it has and takes no more")
+        yield Text("draining: it serves what it has and takes no more")
     if status.insecure:
-        console.print(
+        yield Text(
             "INSECURE: its ports take no credentials, and whoever reaches them may do everything (--insecure)",
             style="red",
         )
+    if status.access is not None:
+        yield from _access(status.access)
     if status.trouble:
-        console.print(f"TROUBLE: {status.trouble}", style="red")
-    console.print(
+        yield Text(f"TROUBLE: {status.trouble}", style="red")
+    yield Text(
         f"pool {show_bytes(status.pool_bytes)}, used {show_bytes(status.used_bytes)}, "
         f"quarantined {show_bytes(status.quarantined_bytes)}"
     )
-    console.print(f"members: {', '.join(status.members)}")
+    yield Text(f"members: {', '.join(status.members)}")
     if status.cut_off:
-        console.print(f"cut off: {', '.join(status.cut_off)}")
-    _models(console, status)
-    _transfers(console, status)
-    _pins(console, status)
+        yield Text(f"cut off: {', '.join(status.cut_off)}")
+    yield from _models(status)
+    yield from _transfers(status)
+    yield from _pins(status)
 
 
-def _models(console: Console, status: RelayStatus) -> None:
+def _access(access: AccessStatus) -> Iterator[RenderableType]:
+    left_days = (access.expires_unix_s - time.time()) / 86_400
+    yield Text(
+        f"credentials of {access.identity}, valid for {left_days:.1f} days; trusted CAs: {', '.join(access.cas)}; "
+        f"fleet keys: {access.num_fleet_keys}",
+        style="red" if left_days < EXPIRES_SOON_DAYS else "",
+    )
+    if access.failure:
+        yield Text(f"CREDENTIALS stay as they were: {access.failure}", style="red")
+
+
+def _models(status: RelayStatus) -> Iterator[RenderableType]:
     if not status.models:
-        console.print("no models yet")
+        yield Text("no models yet")
     for model in status.models:
         newest = "none" if model.newest_sealed is None else str(model.newest_sealed)
         held = " ".join(map(str, model.versions)) or "none"
-        console.print(
+        yield Text(
             f"\nmodel {model.model}: master {model.master or 'nobody'}, epoch {model.epoch}, newest sealed {newest}, "
-            f"held here: {held}",
-            markup=False,
+            f"held here: {held}"
         )
         for version in model.sealed:
             for name, text in _labels(version):
-                console.print(f"version {version.version} {name}: {text}", markup=False)
+                yield Text(f"version {version.version} {name}: {text}")
         if model.hops:
-            console.print(f"chain, plan {model.plan} ({model.plan_reason or 'as before'}):", markup=False)
-            console.print(_chain(model))
+            yield Text(f"chain, plan {model.plan} ({model.plan_reason or 'as before'}):")
+            yield _chain(model)
         for one in model.refused_loads:
             times = f" {one.times} times" if one.times > 1 else ""
-            console.print(f"engine {one.engine} refused version {one.version}{times}: {one.error}", markup=False)
+            yield Text(f"engine {one.engine} refused version {one.version}{times}: {one.error}")
 
 
 def _chain(model: ModelStatus) -> Table:
@@ -80,20 +98,20 @@ def _chain(model: ModelStatus) -> Table:
     return table
 
 
-def _transfers(console: Console, status: RelayStatus) -> None:
+def _transfers(status: RelayStatus) -> Iterator[RenderableType]:
     for transfer in status.transfers:
         share = transfer.bytes_done / max(1, transfer.bytes_total)
-        console.print(
+        yield Text(
             f"coming: {transfer.model} version {transfer.version} from {transfer.upstream or 'nobody yet'}"
             f"{f' over {transfer.transport}' if transfer.transport else ''}, "
             f"{share:.0%} of {show_bytes(transfer.bytes_total)}"
         )
 
 
-def _pins(console: Console, status: RelayStatus) -> None:
+def _pins(status: RelayStatus) -> Iterator[RenderableType]:
     for pin in status.pins:
         fleet = f", {pin.copies} copies in the fleet" if pin.copies else ""
-        console.print(f"pin: {pin.model} version {pin.version} by {pin.holder}, {pin.expires_in_s:.1f} s left{fleet}")
+        yield Text(f"pin: {pin.model} version {pin.version} by {pin.holder}, {pin.expires_in_s:.1f} s left{fleet}")
 
 
 def show_versions(model: str, versions: Sequence[SealedVersion], *, as_json: bool) -> None:

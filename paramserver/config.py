@@ -8,13 +8,15 @@ from __future__ import annotations
 import getpass
 import re
 import socket
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from protos.access.credentials import CREDENTIALS_VARIABLE
+from protos.access.etcd import EtcdAccess
 from protos.access.listening import INSECURE
 from protos.engines import ENGINE_KINDS, check_kind, is_address
 from protos.errors import InvalidRequest
@@ -22,7 +24,7 @@ from protos.options import DIRECTORY, PORT, Flag, HostPort, Size
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-_ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
+_ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")  # noqa: S104 - compared with, not bound
 
 
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 4096, 1 << 30  # a publisher and each stripe hold one; frames count in 32 bits
@@ -69,10 +71,18 @@ class RelayConfig:
         "HOST:PORT of etcd. Without it, one of its own runs on loopback, its data in POOL_DIR.etcd.",
     ]
     _: KW_ONLY
+    etcd_access: EtcdAccess = field(default_factory=EtcdAccess)
     host: Annotated[str, "Address to listen on, and by which other relays reach this one."] = "127.0.0.1"
     advertise: Annotated[
         str, "Address or name by which other relays reach this one instead, as with --host 0.0.0.0."
     ] = ""
+    credentials: Annotated[
+        Path | None,
+        DIRECTORY,
+        Flag(envvar=CREDENTIALS_VARIABLE, show_envvar=True),
+        "A relay's credentials (`paramserver credentials` makes them): gRPC by mutual TLS alone. They are read again "
+        "when they change.",
+    ] = None
     insecure: Annotated[bool, INSECURE] = False
     port: Annotated[int, PORT, "gRPC port; 0: any free one."] = 0
     data_port: Annotated[int, PORT, "Port for bytes; 0: any free one."] = 0
@@ -89,9 +99,14 @@ class RelayConfig:
     pool_dir: Annotated[
         Path,
         DIRECTORY,
-        Flag(required=False, show_default="/dev/shm/laminar-USER/NAME"),
+        Flag(required=False, show_default="/dev/shm/laminar-USER/NAME"),  # noqa: S108 - help text
         "Directory in a tmpfs for snapshots.",
     ]
+    group: Annotated[
+        str,
+        Flag(show_default="this user alone"),
+        "Group whose members may read the versions in memory and on disk, and publish through shared memory.",
+    ] = ""
     pool_bytes: Annotated[int, Size(), "Memory for snapshots, allocated at start: about four times a version."] = (
         4 << 30
     )
@@ -176,7 +191,7 @@ class RelayConfig:
 
 
 def default_pool_dir(name: str) -> Path:
-    return Path(f"/dev/shm/laminar-{getpass.getuser()}") / name
+    return Path(f"/dev/shm/laminar-{getpass.getuser()}") / name  # noqa: S108 - a tmpfs is the point
 
 
 def show_bytes(num: int) -> str:

@@ -11,6 +11,7 @@ from paramserver.client.relay import RelayClient
 from paramserver.data import frames
 from paramserver.host import judge, judge_clock, look
 from paramserver.membership.etcd import EtcdRegistry
+from protos.access.etcd import EtcdAccess
 from protos.errors import LaminarError
 from protos.findings import Finding
 
@@ -19,21 +20,26 @@ ETCD_ROUNDS = 5
 
 
 async def examine(
-    pool_dir: Path, pool_bytes: int, etcd: str | None, relays: Sequence[str], lease_ttl_s: float
+    pool_dir: Path,
+    pool_bytes: int,
+    etcd: str | None,
+    relays: Sequence[RelayClient],
+    lease_ttl_s: float,
+    access: EtcdAccess,
 ) -> list[Finding]:
     """Every finding, right or wrong; nothing is changed."""
     findings = judge(await asyncio.to_thread(look, pool_dir), pool_bytes)
     if etcd:
-        findings.append(await _etcd(etcd, lease_ttl_s))
-    for address in relays:
-        findings += await _relay(address)
+        findings.append(await _etcd(etcd, lease_ttl_s, access))
+    for relay in relays:
+        findings += await _relay(relay)
     return findings
 
 
-async def _etcd(endpoint: str, lease_ttl_s: float) -> Finding:
+async def _etcd(endpoint: str, lease_ttl_s: float, access: EtcdAccess) -> Finding:
     """The slowest of a few reads."""
     try:
-        registry = await EtcdRegistry.connect(endpoint)
+        registry = await EtcdRegistry.connect(endpoint, access=access)
     except LaminarError as error:
         return Finding("etcd answers in time", False, error.message, error.hint)
     slowest = 0.0
@@ -49,9 +55,10 @@ async def _etcd(endpoint: str, lease_ttl_s: float) -> Finding:
     return judge_clock(slowest, lease_ttl_s)
 
 
-async def _relay(address: str) -> list[Finding]:
+async def _relay(relay: RelayClient) -> list[Finding]:
+    address, relay.timeout_s = relay.address, CONNECT_TIMEOUT_S
     remedy = "open the port in the firewall; is the relay started with --host of a reachable address?"
-    async with RelayClient(address, timeout_s=CONNECT_TIMEOUT_S) as client:
+    async with relay as client:
         try:
             status = await client.status()
         except LaminarError as error:

@@ -64,7 +64,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> LaminarError:
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return Unavailable(
             f"no relay answers at {address}: {_cause(error.details() or '')}",
-            hint="check the address, and that the relay runs",
+            hint="check the address, and that the relay runs; it may want credentials (LAMINAR_CREDENTIALS)",
         )
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return Unavailable(f"{address} speaks gRPC but is not a relay", hint="give the relay's gRPC HOST:PORT")

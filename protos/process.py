@@ -10,12 +10,13 @@ import errno
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from protos.errors import Conflict, Unavailable
+from protos.foreign_text import continued, one_line
 
 LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
@@ -25,9 +26,6 @@ TIED = str(Path(__file__).with_name("tied.py"))
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-
-LINE_CHARS_MAX = 8192
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 REPEATS_AFTER_S = 60.0
 """A library that retries every second logs every second; one line a minute shows it as well."""
@@ -53,15 +51,18 @@ class Seldom(logging.Filter):
 
 class OneLine(logging.Formatter):
     """Formats each message as one line of bounded length, so that text from other processes cannot forge lines or fill
-    the log. A traceback follows its message unchanged.
+    the log. A traceback follows its message, indented: the error in it may have such text as well.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is the base class's
-        text = record.message
-        if len(text) > LINE_CHARS_MAX:
-            text = f"{text[:LINE_CHARS_MAX]} ... ({len(text)} characters)"
-        record.message = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+        record.message = one_line(record.message)
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return continued(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802
+        return continued(super().formatStack(stack_info))
 
 
 def setup_logging(level: str = "info") -> None:
@@ -71,7 +72,7 @@ def setup_logging(level: str = "info") -> None:
     )
     for handler in logging.getLogger().handlers:
         handler.setFormatter(OneLine(LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S"))
-        handler.addFilter(Seldom("etcd3aio"))
+        handler.addFilter(Seldom("etcd3aio", "grpc"))  # the latter has a traceback for each malformed message
 
 
 def write_ready_file(path: Path | None, addresses: Mapping[str, str]) -> None:

@@ -17,4 +17,4 @@ if __name__ == "__main__":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call above
         sys.exit(1)
-    os.execv(sys.argv[1], sys.argv[1:])
+    os.execv(sys.argv[1], sys.argv[1:])  # noqa: S606 - its only purpose

@@ -21,6 +21,8 @@ for part in ("connect", "read", "write", "pool"):
 pytest_plugins = [
     "tests.support.skips",
     "tests.support.etcd",
+    "tests.support.fleet_credentials",
+    "tests.support.guarded_etcd",
     "tests.support.ports",
     "tests.support.redis_servers",
     "tests.support.relays",

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Unpack
 
 from paramserver.client import (
@@ -32,6 +33,7 @@ from paramserver.client import (
     published,
     settled,
 )
+from protos.access.credentials import credentials_in
 from protos.errors import InvalidRequest, VersionLost
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.run_state import RunState
@@ -64,6 +66,9 @@ class AsyncPublisher(AsyncClient):
 
     With `num_ranks` above 1 each rank publishes tensors of its own under the same `run` and steps, all at the same
     time: one version, which seals when every rank's files are in, and not at all if one fails.
+
+    `credentials`: the directory of a trainer's, where relays ask for them; without it the one that LAMINAR_CREDENTIALS
+    names.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class AsyncPublisher(AsyncClient):
         timeout_s: float = 10.0,
         rank: int = 0,
         num_ranks: int = 1,
+        credentials: Path | str | None = None,
     ) -> None:
         check_wait(wait)
         self._rank = Rank(rank, num_ranks)
@@ -87,7 +93,7 @@ class AsyncPublisher(AsyncClient):
             )
         self.model = model
         self.run = run if run is not None else new_run_id()
-        self._relay = RelayClient(relay, timeout_s=timeout_s)
+        self._relay = RelayClient(relay, timeout_s=timeout_s, credentials=credentials_in(credentials))
         self.wait: Wait = wait
         self._force_tcp = force_tcp
         self._reached = False

@@ -34,7 +34,7 @@ from protos.options import config_option
 from protos.process import usable_cores
 
 INTERRUPTED_STATUS = 130
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - its size is looked at
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
@@ -155,19 +155,33 @@ class AdminDeps:
     timeline: Timeline
 
 
-def add_admin_routes(app: web.Application, deps: AdminDeps) -> None:
+def add_admin_routes(app: web.Application, deps: AdminDeps, *, operate_at: str = "") -> None:
+    """`operate_at`: the address of the admin listener, where another application answers the routes that change the
+    fleet; here they are refused."""
     handlers = _Handlers(deps)
+    operate = (handlers.add_engine, handlers.remove_engine, handlers.repack)
+    add_engine, remove_engine, repack = (_answered_at(operate_at),) * 3 if operate_at else operate
     app.router.add_get("/status", handlers.status)
     app.router.add_get("/healthz", handlers.healthz)
     app.router.add_get("/health", handlers.healthz)  # as engines have it
     app.router.add_get("/metrics", handlers.metrics)
     app.router.add_get("/admin/timeline", handlers.timeline)
-    app.router.add_post("/admin/engines", handlers.add_engine)
-    app.router.add_delete("/admin/engines/{name}", handlers.remove_engine)
+    app.router.add_post("/admin/engines", add_engine)
+    app.router.add_delete("/admin/engines/{name}", remove_engine)
     app.router.add_get("/admin/sessions", handlers.sessions)
     app.router.add_get("/admin/repack", handlers.plan)
-    app.router.add_post("/admin/repack", handlers.repack)
+    app.router.add_post("/admin/repack", repack)
     app.router.add_get("/admin/receipts", handlers.receipts)
+
+
+def _answered_at(address: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def refuse(request: web.Request) -> web.Response:
+        raise Forbidden(
+            f"{request.method} {request.path} is not answered on this port",
+            hint=f"the gateway's admin listener answers it, at {address} on its host (--admin-listen)",
+        )
+
+    return refuse
 
 
 class _Handlers:
@@ -188,7 +202,7 @@ class _Handlers:
         return web.Response(body=self._status.metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def timeline(self, request: web.Request) -> web.Response:
-        after, limit = _number(request, "after", 0), _number(request, "limit", 1000)
+        after, limit = number_in_query(request, "after", 0), number_in_query(request, "limit", 1000)
         next_, events = self._timeline.read(after, min(limit, READ_MAX))
         return answer_json(Events(next_, [event.flat() for event in events]))
 
@@ -234,7 +248,7 @@ class _Handlers:
 
     async def sessions(self, request: web.Request) -> web.Response:
         """Those that wait for their reward are among them, as `unrewarded`."""
-        limit = min(_number(request, "limit", 1000), LISTED_MAX)
+        limit = min(number_in_query(request, "limit", 1000), LISTED_MAX)
         return answer_json(LiveSessions(len(self._live), [_live_session(s) for s in islice(self._live, limit)]))
 
     async def plan(self, request: web.Request) -> web.Response:
@@ -248,8 +262,8 @@ class _Handlers:
 
     async def receipts(self, request: web.Request) -> web.Response:
         """Every move, newest first: price and gain as estimated, and as measured (null while not known)."""
-        newest = list(self._repacker.book.receipts)[::-1][: _number(request, "limit", 100)]
-        return answer_json(Receipts(self._repacker.prefill_tokens_per_s, [_receipt_report(r) for r in newest]))
+        newest = list(self._repacker.book.receipts)[::-1][: number_in_query(request, "limit", 100)]
+        return answer_json(Receipts(self._repacker.prefill_tokens_per_s, [receipt_report(r) for r in newest]))
 
 
 def _hosts(spec: EngineSpec) -> Sequence[str]:
@@ -287,7 +301,7 @@ def _plan_report(plan: Plan) -> PlanReport:
     return PlanReport(plan.version, plan.moves, plan.freed, plan.reasons, plan.price_s, plan.gain_s)
 
 
-def _receipt_report(receipt: Receipt) -> ReceiptReport:
+def receipt_report(receipt: Receipt) -> ReceiptReport:
     return ReceiptReport(
         receipt.number,
         receipt.planned_unix_s,
@@ -301,7 +315,7 @@ def _receipt_report(receipt: Receipt) -> ReceiptReport:
     )
 
 
-def _number(request: web.Request, name: str, default: int) -> int:
+def number_in_query(request: web.Request, name: str, default: int) -> int:
     text = request.query.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX):
         raise InvalidRequest(f"{name}={text!r} is not a number", hint=f"such as {name}={default}")

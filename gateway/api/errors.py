@@ -27,6 +27,7 @@ from protos.errors import (
     Unauthenticated,
     UnsupportedField,
 )
+from protos.foreign_text import quoted
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return await handler(request)
     except LaminarError as e:
         if e.http_status >= 500:
-            log.warning("%s %s: %s", request.method, request.path, e)
+            log.warning("%s %s: %s", request.method, quoted(request.path), e)
         return error_response(e, request.path)
     except web.HTTPNotFound:
         return error_response(NotFound(f"no route {request.path}", hint=_meant(request)), request.path)
@@ -193,7 +194,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 def unexpected(request: web.Request, error: Exception) -> Internal:
     """The client's error for an unexpected exception, which is logged with its traceback."""
-    log.error("%s %s failed", request.method, request.path, exc_info=error)
+    log.error("%s %s failed", request.method, quoted(request.path), exc_info=error)
     return Internal(f"the gateway failed on this request ({type(error).__name__})", hint="its log says more")
 
 

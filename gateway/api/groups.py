@@ -17,7 +17,7 @@ from gateway.api.errors import BadField
 from gateway.api.sessions import AbandonRequest, CreateRequest, GroupName, base_url, session_spec
 from gateway.core.access import owner_of
 from gateway.core.groups import GroupPhase
-from gateway.core.types import GroupId
+from gateway.core.types import GroupId, SessionId
 from gateway.sessions.group_service import GroupService
 from gateway.sessions.registry import SessionRegistry
 from gateway.store.groups import Group
@@ -77,16 +77,16 @@ _create = msgspec.json.Decoder(CreateGroupRequest)
 _abandon = msgspec.json.Decoder(AbandonRequest)
 
 
-def add_group_routes(app: web.Application, groups: GroupService, live: SessionRegistry) -> None:
-    handlers = _Handlers(groups, live)
+def add_group_routes(app: web.Application, groups: GroupService, live: SessionRegistry, public_url: str | None) -> None:
+    handlers = _Handlers(groups, live, public_url)
     app.router.add_post("/groups", handlers.create)
     app.router.add_get("/groups/{gid}", handlers.show)
     app.router.add_post("/groups/{gid}/abandon", handlers.abandon)
 
 
 class _Handlers:
-    def __init__(self, groups: GroupService, live: SessionRegistry) -> None:
-        self._groups, self._live = groups, live
+    def __init__(self, groups: GroupService, live: SessionRegistry, public_url: str | None) -> None:
+        self._groups, self._live, self._public_url = groups, live, public_url
 
     async def create(self, request: web.Request) -> web.Response:
         wanted = decode(_create, await request.read())
@@ -124,10 +124,14 @@ class _Handlers:
             versions=state.versions,
             mixed=state.mixed,
             sessions=[
-                Member(name, index, base_url(request, name), group.keys[name], self._live.finish_key(name))
+                self._member(request, name, index, group.keys[name])
                 for name, index in sorted(state.live.items(), key=lambda item: item[1])
             ],
         )
+
+    def _member(self, request: web.Request, name: SessionId, index: int, key: str) -> Member:
+        url = base_url(request, name, self._public_url)
+        return Member(name, index, url, key, self._live.finish_key(name))
 
 
 def _size(wanted: CreateGroupRequest) -> int:

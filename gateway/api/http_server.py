@@ -114,6 +114,15 @@ class _Connection(web.RequestHandler):
         self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
         self.force_close()
 
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Without a traceback for a body that fails after its request was answered: aiohttp reads on to its end, and
+        whoever reaches the port could fill the log."""
+        error = kwargs.get("exc_info")
+        if isinstance(error, TooSlow | web.RequestPayloadError | HttpProcessingError):
+            log.info("a body failed after its request was answered: %s", type(error).__name__)
+        else:
+            super().log_exception(*args, **kwargs)
+
     def handle_error(
         self,
         request: web.BaseRequest,

@@ -491,6 +491,16 @@ _OPERATOR = [
         query={"limit": _limit("receipts", 100)},
         answers=[Receipts],
     ),
+    Route("get", "/ui", LOOK, "The dashboard: a page without data, which fills itself.", also=("text/html",)),
+    Route("get", "/ui/{file}", LOOK, "A file of the dashboard.", also=("text/html", "text/css", "text/javascript")),
+    Route(
+        "get",
+        "/ui/feed",
+        STATUS,
+        "What the dashboard shows, as server-sent events: a snapshot, then what changes.",
+        query={"frames": _number("Events after which the response ends. Default: 0, it never does.")},
+        also=_EVENTS,
+    ),
     Route("get", "/openapi.json", LOOK, "The schema of all routes, in OpenAPI 3.1.", also=("application/json",)),
 ]
 GROUPS: Mapping[str, Sequence[Route]] = {

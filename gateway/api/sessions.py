@@ -172,9 +172,14 @@ _abandon = msgspec.json.Decoder(AbandonRequest)
 
 
 def add_session_routes(
-    app: web.Application, live: SessionRegistry, endings: Endings, groups: GroupService, pins: VersionPins
+    app: web.Application,
+    live: SessionRegistry,
+    endings: Endings,
+    groups: GroupService,
+    pins: VersionPins,
+    public_url: str | None,
 ) -> None:
-    handlers = _Handlers(live, endings, groups, pins)
+    handlers = _Handlers(live, endings, groups, pins, public_url)
     app.router.add_post("/sessions", handlers.create)
     app.router.add_get("/sessions/{sid}", handlers.show)
     app.router.add_post("/sessions/{sid}/finish", handlers.finish)
@@ -184,8 +189,16 @@ def add_session_routes(
 
 
 class _Handlers:
-    def __init__(self, live: SessionRegistry, endings: Endings, groups: GroupService, pins: VersionPins) -> None:
+    def __init__(
+        self,
+        live: SessionRegistry,
+        endings: Endings,
+        groups: GroupService,
+        pins: VersionPins,
+        public_url: str | None,
+    ) -> None:
         self._live, self._endings, self._groups, self._pins = live, endings, groups, pins
+        self._public_url = public_url
 
     async def create(self, request: web.Request) -> web.Response:
         body = await request.read()
@@ -237,7 +250,7 @@ class _Handlers:
         return answer_json(answer)
 
     def _made(self, request: web.Request, name: SessionId, key: str) -> SessionMade:
-        return SessionMade(name, base_url(request, name), key, self._live.finish_key(name))
+        return SessionMade(name, base_url(request, name, self._public_url), key, self._live.finish_key(name))
 
 
 def session_spec(wanted: CreateRequest, *, owner: str = "") -> SessionSpec:
@@ -270,9 +283,11 @@ def session_spec(wanted: CreateRequest, *, owner: str = "") -> SessionSpec:
     )
 
 
-def base_url(request: web.Request, name: str) -> str:
-    """For an agent's SDK. The name is quoted: it may hold characters with a meaning in URLs."""
-    return f"{request.scheme}://{request.host}/sessions/{quote(name, safe='')}/v1"
+def base_url(request: web.Request, name: str, public_url: str | None) -> str:
+    """For an agent's SDK. Without a `public_url` it is where this request came in; headers that a proxy adds, and a
+    client may forge, are not read. The name is quoted: it may hold characters with a meaning in URLs."""
+    root = f"{request.scheme}://{request.host}" if public_url is None else public_url
+    return f"{root}/sessions/{quote(name, safe='')}/v1"
 
 
 def reported_state(state: SessionState) -> str:

@@ -49,7 +49,7 @@ def _operation(name: str, what: str, *roles: Role, own: tuple[Role, ...] = (), *
     return Operation(name, what, frozenset(roles), frozenset(own), **keys)
 
 
-LOOK = _operation("look", "health, and the schema of the API", public=True)
+LOOK = _operation("look", "health, the schema of the API, and the dashboard's page without its data", public=True)
 STATUS = _operation(
     "status", "status, metrics, the timeline, live sessions, plans and receipts", "admin", "trainer", "reader"
 )

@@ -34,6 +34,7 @@ from gateway.fleet.watcher import EngineWatcher
 from gateway.runtime.supervisor import Supervisor
 from gateway.store import Timeline
 from gateway.store.lineage import LineageStore
+from protos.access.credentials import credentials_in
 from protos.engines import check_relay
 from protos.errors import Conflict, NotFound, Unavailable
 
@@ -82,6 +83,7 @@ class Fleet:
             self._version_available,
             lineage=lineage.lineage if lineage else None,
             saw=lineage.keep if lineage else lambda: None,
+            credentials=credentials_in(config.credentials),
         )
         self.pins = VersionPins(config.model, state, self.relays, timeline)
         self._watcher = EngineWatcher(config, state, self.relays, self.reconcile, adapters.tokenizer, context_tokens)

@@ -17,6 +17,7 @@ from gateway.core.types import NO_VERSION, Version
 from gateway.engines.base import VERSION_DIGITS_MAX
 from gateway.runtime.supervisor import Supervisor
 from paramserver.client import Lineage, Origin, RelayClient
+from protos.access.credentials import Credentials
 from protos.errors import LaminarError, UnknownModel
 
 log = logging.getLogger(__name__)
@@ -46,15 +47,18 @@ class Relays:
         *,
         lineage: Lineage | None = None,
         saw: Callable[[], None] = lambda: None,
+        credentials: Credentials | None = None,
     ) -> None:
-        """`lineage`: of the versions seen before; `saw` is called when it has changed."""
+        """`lineage`: of the versions seen before; `saw` is called when it has changed. `credentials`: see
+        RelayClient."""
         self._model, self._tasks, self._on_change = model, tasks, on_change
         self._lineage, self._saw = lineage or Lineage(), saw
+        self.credentials = credentials
         self._followed: dict[str, _Followed] = {}
 
     def follow(self, address: str) -> None:
         if address not in self._followed:
-            client = RelayClient(address)
+            client = RelayClient(address, credentials=self.credentials)
             watcher = self._tasks.keep_running(lambda: self._watch(address, client), f"watch-relay-{address}")
             self._followed[address] = _Followed(client, watcher)
 

@@ -26,6 +26,8 @@ from gateway.store.layout import LAYOUT
 from gateway.tokens import Codec
 from paramserver.client import RelayClient, watch_engines
 from paramserver.membership import EtcdRegistry
+from protos.access.credentials import credentials_in
+from protos.access.etcd import EtcdAccess
 from protos.access.key_file import KeyFile
 from protos.access.listening import is_loopback
 from protos.errors import LaminarError, UnknownModel
@@ -51,11 +53,11 @@ async def examine(config: GatewayConfig) -> list[Finding]:
     found.append(await asyncio.to_thread(_access, config))
     engines = list(config.engines)
     if config.etcd is not None:
-        etcd, joined = await _etcd(config.etcd)
+        etcd, joined = await _etcd(config.etcd, config.etcd_access)
         found += etcd
         engines += joined
     relays = dict.fromkeys(relay for relay in (config.relay, *(engine.relay for engine in engines)) if relay)
-    checks = [_relay(relay, config.model) for relay in relays] + [_engine(e, config, codec) for e in engines]
+    checks = [_relay(relay, config) for relay in relays] + [_engine(e, config, codec) for e in engines]
     for each in await asyncio.gather(*checks):
         found += each
     if not engines:
@@ -179,11 +181,11 @@ def _port(host: str, port: int) -> Finding:
 # -- etcd, relays and engines
 
 
-async def _etcd(endpoint: str) -> tuple[list[Finding], list[EngineSpec]]:
+async def _etcd(endpoint: str, access: EtcdAccess) -> tuple[list[Finding], list[EngineSpec]]:
     """Whether it answers, and the engines that relays have registered there."""
     began = time.monotonic()
     try:
-        registry = await EtcdRegistry.connect(endpoint)
+        registry = await EtcdRegistry.connect(endpoint, access=access)
         try:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 engines = await anext(watch_engines(registry))
@@ -206,9 +208,13 @@ async def _etcd(endpoint: str) -> tuple[list[Finding], list[EngineSpec]]:
     return found, specs
 
 
-async def _relay(address: str, model: str) -> list[Finding]:
-    what = f"relay {address}"
-    async with RelayClient(address, timeout_s=REPLY_TIMEOUT_S) as client:
+async def _relay(address: str, config: GatewayConfig) -> list[Finding]:
+    what, model = f"relay {address}", config.model
+    try:
+        credentials = credentials_in(config.credentials)
+    except LaminarError as e:
+        return [Finding(what, False, e.message, e.hint)]
+    async with RelayClient(address, timeout_s=REPLY_TIMEOUT_S, credentials=credentials) as client:
         try:
             newest = await client.newest(model)
         except UnknownModel as e:

@@ -5,6 +5,7 @@ docs/reference/metrics.md is made of the same table. A counter's name gets `_tot
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -18,11 +19,16 @@ from gateway.experience.buffer import DeliveryStatistics
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.text_proxy import TextProxy, TextProxyStatistics
 from gateway.runtime.counters import Counters
+from gateway.sessions.trainer import Trainer
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Database
 from gateway.tasks import PromptPool
+from protos.access.credentials import Credentials
 
+STALENESS_MAX = 8
+"""Of the label `behind`: what is staler has this value, too, so that its values are few."""
 RELAYED_TEXT = "--relay-text"
+CREDENTIALS = "--credentials"
 SHARED_EXPERIENCE = "--experience-store redis://..."
 
 
@@ -35,6 +41,7 @@ class Sources:
     buffer: ExperienceBuffer
     database: Database
     tasks: PromptPool
+    trainer: Trainer
     text_proxy: TextProxy | None
 
 
@@ -67,6 +74,13 @@ def _per_engine(read: Callable[[EngineState], float]) -> Read:
     return lambda sources: [(read(engine), (engine.name,)) for engine in sources.fleet.state.sorted_engines()]
 
 
+def _behind(histogram: Mapping[int, int], *labels: str) -> Iterable[Value]:
+    """The counts of a histogram by staleness, each with `labels` before its own."""
+    for behind in range(STALENESS_MAX):
+        yield histogram.get(behind, 0), (*labels, str(behind))
+    yield sum(n for behind, n in histogram.items() if behind >= STALENESS_MAX), (*labels, str(STALENESS_MAX))
+
+
 def _text(read: Callable[[TextProxyStatistics], float]) -> Read:
     return lambda sources: [] if sources.text_proxy is None else [(read(sources.text_proxy.statistics()), ())]
 
@@ -75,6 +89,24 @@ def _delivery(read: Callable[[DeliveryStatistics], float]) -> Read:
     def values(sources: Sources) -> Iterable[Value]:
         found = sources.buffer.delivery()
         return [] if found is None else [(read(found), ())]
+
+    return values
+
+
+def _evicted(sources: Sources) -> Iterable[Value]:
+    found = sources.buffer.statistics()
+    return [
+        (found.evicted_stale, ("stale",)),
+        (found.evicted_for_room, ("room",)),
+        (found.evicted_equal, ("equal_rewards",)),
+        (found.evicted_by_readers, ("trainer",)),
+    ]
+
+
+def _credentials(read: Callable[[Credentials], float]) -> Read:
+    def values(sources: Sources) -> Iterable[Value]:
+        credentials = sources.fleet.relays.credentials
+        return [] if credentials is None else [(read(credentials), ())]
 
     return values
 
@@ -116,6 +148,57 @@ METRICS: Sequence[Metric] = (
         "sessions",
         "Finished sessions whose trajectories wait for a trainer now; those under a lease are not counted.",
         _one(lambda sources: sources.buffer.statistics().trajectories),
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_leased_trajectories",
+        "sessions",
+        "Finished sessions whose trajectories a trainer has under a lease now.",
+        _one(lambda sources: sources.buffer.statistics().leased),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_trajectories_sampled",
+        "sessions",
+        "Finished sessions whose trajectories trainers got; what comes back unused counts again when it is sampled.",
+        _one(lambda sources: sources.buffer.statistics().sampled),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_trajectories_acknowledged",
+        "sessions",
+        "Finished sessions whose trajectories trainers have used.",
+        _one(lambda sources: sources.buffer.statistics().acked),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_trajectories_evicted",
+        "sessions",
+        "Finished sessions whose trajectories were removed unused: too stale, for room, of a group with equal rewards, "
+        "or by a trainer.",
+        _evicted,
+        labels=("reason",),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_trajectories_by_staleness",
+        "sessions",
+        "Finished sessions by how many versions the oldest token was behind the newest version at the finish, and "
+        f"behind the trainer's when sampled (use); {STALENESS_MAX}: so many or more.",
+        lambda sources: [
+            *_behind(sources.trainer.staleness.finish, "finish"),
+            *_behind(sources.trainer.staleness.use, "use"),
+        ],
+        labels=("at", "behind"),
+    ),
+    Metric(
+        "counter",
+        "laminar_gateway_tokens_by_staleness",
+        "tokens",
+        "Tokens of completed turns by how many versions behind the newest they were sampled; "
+        f"{STALENESS_MAX}: so many or more.",
+        lambda sources: _behind(sources.trainer.staleness.generation),
+        labels=("behind",),
     ),
     Metric(
         "gauge",
@@ -312,12 +395,32 @@ METRICS: Sequence[Metric] = (
         _delivery(lambda found: found.failed_calls),
         needs=SHARED_EXPERIENCE,
     ),
+    Metric(
+        "gauge",
+        "laminar_gateway_certificate_expiry_seconds",
+        "seconds",
+        "Time until the certificate expires with which the gateway calls relays.",
+        _credentials(lambda found: found.material.expires_unix_s - time.time()),
+        needs=CREDENTIALS,
+    ),
+    Metric(
+        "gauge",
+        "laminar_gateway_credentials_failed",
+        "1 or 0",
+        "1 while the files of --credentials cannot be used as they are, and those before them still are.",
+        _credentials(lambda found: bool(found.failure)),
+        needs=CREDENTIALS,
+    ),
 )
 
 
 def serve_metrics(meter: Meter, sources: Sources) -> None:
     """Adds an instrument for each metric that a gateway with these sources has."""
-    lacking = {RELAYED_TEXT: sources.text_proxy is None, SHARED_EXPERIENCE: sources.buffer.delivery() is None}
+    lacking = {
+        RELAYED_TEXT: sources.text_proxy is None,
+        SHARED_EXPERIENCE: sources.buffer.delivery() is None,
+        CREDENTIALS: sources.fleet.relays.credentials is None,
+    }
     for metric in METRICS:
         if not lacking.get(metric.needs, False):
             add_instrument(meter, metric, _callback(metric, sources))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from protos.access.bearer import KEY_HINT, bearer
+from protos.access.unix_socket import socket_path
 from protos.engines import is_address
 from protos.errors import Forbidden, InvalidRequest, Unauthenticated, Unavailable
+from protos.foreign_text import one_line
 
 DEADLINE_S = 10.0
 LOOK_S = 0.5
@@ -45,16 +48,20 @@ async def wait_for_engine(url: str, wait_s: float) -> dict[str, Any]:
 async def call(method: str, url: str, path: str) -> dict[str, Any]:
     """The gateway's answer; the API key is that of LAMINAR_API_KEY. Raises Unavailable, InvalidRequest, Unauthenticated
     and Forbidden."""
-    if not is_address(url):
-        raise InvalidRequest(f"--url {url!r} is no gateway's address", hint="such as http://127.0.0.1:8080")
+    at = socket_path(url)
+    if at is None and not is_address(url):
+        raise InvalidRequest(
+            f"--url {url!r} is no gateway's address", hint="such as http://127.0.0.1:8080, or unix:PATH of a socket"
+        )
+    root = url.rstrip("/") if at is None else "http://gateway"
     try:
         async with (
             asyncio.timeout(DEADLINE_S),
-            aiohttp.ClientSession(headers=bearer()) as http,
-            http.request(method, url.rstrip("/") + path) as response,
+            aiohttp.ClientSession(headers=bearer(), connector=_connector(at)) as http,
+            http.request(method, root + path) as response,
         ):
             if response.status in (401, 403):
-                raise _refused(response.status, (await response.json())["error"]["message"])
+                raise refused(response.status, (await response.json())["error"]["message"])
             response.raise_for_status()
             answer: dict[str, Any] = await response.json()
             return answer
@@ -64,7 +71,11 @@ async def call(method: str, url: str, path: str) -> dict[str, Any]:
         raise Unavailable(f"no gateway answers at {url}: {e or type(e).__name__}", hint="name one with --url") from e
 
 
-def _refused(status: int, message: str) -> Unauthenticated | Forbidden:
+def _connector(at: Path | None) -> aiohttp.BaseConnector:
+    return aiohttp.TCPConnector() if at is None else aiohttp.UnixConnector(str(at))
+
+
+def refused(status: int, message: str) -> Unauthenticated | Forbidden:
     return Unauthenticated(message, hint=KEY_HINT) if status == 401 else Forbidden(message)
 
 
@@ -79,7 +90,7 @@ def describe(answer: Mapping[str, Any], *, dry_run: bool) -> str:
     """For people: each version's plan, its price and gain, and the reason for every engine."""
     if not answer["plans"]:
         return "nothing to pack: no version behind the newest is on more than one engine"
-    return "\n".join(line for plan in answer["plans"] for line in _plan_lines(plan, dry_run))
+    return "\n".join(one_line(line) for plan in answer["plans"] for line in _plan_lines(plan, dry_run))
 
 
 def _plan_lines(plan: Mapping[str, Any], dry_run: bool) -> list[str]:

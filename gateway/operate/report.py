@@ -30,12 +30,14 @@ class Health(msgspec.Struct):
 class AccessReport(msgspec.Struct, frozen=True, kw_only=True):
     """Who may use the gateway. `keys`: how many keys each role has; null while access control is off, and everybody may
     do everything. `insecure`: off loopback, too, because --insecure was given. `failure`: why the key file as it is now
-    is not used, and the keys before it still are; empty while it is used."""
+    is not used, and the keys before it still are; empty while it is used. `admin_listen`: where the admin listener is,
+    which alone answers what changes the fleet; empty: one port answers everything."""
 
     keys: Mapping[Role, int] | None
     insecure: bool
     agents_may_reward: bool
     failure: str
+    admin_listen: str
 
 
 class HeldBy(msgspec.Struct, frozen=True):

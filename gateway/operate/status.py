@@ -66,10 +66,12 @@ class GatewayStatus:
         self._config, self._fleet, self._sessions, self._repacker = config, fleet, sessions, repacker
         self._trainer, self._buffer, self._pool, self._text_proxy = trainer, buffer, pool, text_proxy
         self._database, self._tasks, self._keys = database, tasks, keys
+        self.admin_url = ""
+        """Where the admin listener is, once it is there; empty: there is none."""
         self._started = time.monotonic()
         self._rate: deque[tuple[float, int]] = deque(maxlen=256)
         self._provider = MeterProvider(metric_readers=[PrometheusMetricReader(disable_target_info=True)])
-        sources = Sources(fleet, sessions, buffer, database, tasks, text_proxy)
+        sources = Sources(fleet, sessions, buffer, database, tasks, trainer, text_proxy)
         serve_metrics(self._provider.get_meter("laminar.gateway"), sources)
 
     def close(self) -> None:
@@ -95,6 +97,7 @@ class GatewayStatus:
                 insecure=self._config.insecure,
                 agents_may_reward=self._config.agents_may_reward,
                 failure="" if self._keys is None else self._keys.failure,
+                admin_listen=self.admin_url,
             ),
             model=self._config.model,
             mode=self._config.fleet.mode,

@@ -7,6 +7,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from protos.foreign_text import one_line
 
 PIPE_COLUMNS = 10_000
 """Width of output that is not a terminal: lines are not broken for a pipe."""
@@ -18,10 +21,10 @@ def show(status: Mapping[str, Any], console: Console | None = None) -> None:
     if not console.is_terminal:
         console.width = PIPE_COLUMNS
     for line in _head(status):
-        console.print(line, markup=False)
-    console.print(_engines(status["engines"]))
-    for line in _warnings(status):
-        console.print(line, markup=False)
+        console.print(one_line(line), markup=False)
+    console.print(engines_table(status["engines"]))
+    for line in warnings_of(status):
+        console.print(one_line(line), markup=False)
 
 
 def _head(status: Mapping[str, Any]) -> Sequence[str]:
@@ -40,13 +43,17 @@ def _head(status: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _access(access: Mapping[str, Any] | None) -> Sequence[str]:
-    """Who may use it; nothing for a gateway on loopback without keys."""
-    if not access or (access["keys"] is None and not access["insecure"]):
+    """Who may use it, and where it is operated; nothing for a gateway on loopback without keys."""
+    if not access:
         return ()
-    if access["keys"] is None:
-        return ("INSECURE: no credentials are asked for, and whoever reaches it may do everything (--insecure)",)
-    keys = ", ".join(f"{count} {role}" for role, count in access["keys"].items())
-    return (f"API keys: {keys}{'; agents may reward themselves' if access['agents_may_reward'] else ''}",)
+    admin = access.get("admin_listen", "")
+    found = [f"admin listener: {admin}"] if admin else []
+    if access["keys"] is not None:
+        keys = ", ".join(f"{count} {role}" for role, count in access["keys"].items())
+        found.append(f"API keys: {keys}{'; agents may reward themselves' if access['agents_may_reward'] else ''}")
+    elif access["insecure"]:
+        found.append("INSECURE: no credentials are asked for, and whoever reaches it may do everything (--insecure)")
+    return found
 
 
 def _prompt_pool(pool: Mapping[str, int] | None) -> Sequence[str]:
@@ -59,15 +66,14 @@ def _prompt_pool(pool: Mapping[str, int] | None) -> Sequence[str]:
     )
 
 
-def _engines(engines: Sequence[Mapping[str, Any]]) -> Table:
+def engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(*ENGINE_COLUMNS, box=None, pad_edge=False)
     for e in engines:
         behind = f" of {e['available']}" if e["available"] > e["version"] else ""
         behind = behind if e.get("loads", True) else " (loads none)"
         numbers = (str(e["admitted"]), str(e["running"]), str(e["waiting"]), f"{e['kv_usage']:.0%}")
-        table.add_row(
-            e["name"], e["kind"], e["state"], f"{e['version']}{behind}", e["intake"], *numbers, e["dtype"] or "?"
-        )
+        row = (e["name"], e["kind"], e["state"], f"{e['version']}{behind}", e["intake"], *numbers, e["dtype"] or "?")
+        table.add_row(*(Text(one_line(cell)) for cell in row))  # not as markup: an engine's name may look like it
     return table
 
 
@@ -84,7 +90,7 @@ def _holders(engine: Mapping[str, Any]) -> Sequence[str]:
     ]
 
 
-def _warnings(status: Mapping[str, Any]) -> Sequence[str]:
+def warnings_of(status: Mapping[str, Any]) -> Sequence[str]:
     """What an operator should look at, with what would be right."""
     engines = status["engines"]
     keys = (status.get("access") or {}).get("failure")

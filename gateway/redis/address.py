@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 from protos.errors import InvalidRequest
 
 PORT = 6379
-PASSWORD_VARIABLE = "LAMINAR_REDIS_PASSWORD"
+PASSWORD_VARIABLE = "LAMINAR_REDIS_PASSWORD"  # noqa: S105 - its name, not a password
 """The environment variable with the password, which then stands in no list of processes."""
 _HINT = "write redis://HOST:PORT/DB, such as redis://10.0.0.5:6379/0; rediss:// for TLS"
 

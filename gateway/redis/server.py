@@ -49,6 +49,9 @@ return {ARGV[1], ARGV[2], ARGV[3], ARGV[4]}
 """
 """Makes the namespace, unless it is there. `epoch`: a random name; another one later means that all was lost."""
 
+_CLOSED = "the handler is closed"
+"""How uvloop's RuntimeError ends for what is written to a connection that it has closed."""
+
 _PASSING = ("MISCONF", "OOM", "READONLY", "NOREPLICAS", "MASTERDOWN", "LOADING", "BUSY ", "TRYAGAIN", "CLUSTERDOWN")
 """How replies begin that speak of Redis' state, not of the command: the same call may succeed later."""
 
@@ -196,7 +199,7 @@ class RedisServer:
                 return await self._command("EVAL", script.text, 1, key, *rest)
 
     async def _command(self, *words: str | bytes | int) -> Any:
-        return await _heeding_cancellation(self._client.execute_command(*words))  # type: ignore[no-untyped-call]
+        return await _sent(self._client.execute_command(*words))  # type: ignore[no-untyped-call]
 
     async def _check_once(self) -> None:
         async with self._checking:
@@ -220,7 +223,7 @@ class RedisServer:
         self._lost = False
 
     async def _check_settings(self) -> None:
-        info = await _heeding_cancellation(self._client.info())
+        info = await _sent(self._client.info())
         where = str(self.address)
         check_role(where, info)
         found = found_in_info(info)
@@ -271,16 +274,22 @@ class RedisServer:
         self._epoch = epoch
 
 
-async def _heeding_cancellation(work: Awaitable[Any]) -> Any:
-    """The result of `work`, unless this task was cancelled meanwhile.
+async def _sent(work: Awaitable[Any]) -> Any:
+    """The reply to a command of the package, unless this task was cancelled meanwhile. Raises what the package raises,
+    and ConnectionResetError where it meets a connection that was closed before it had written.
 
     The package writes a command under `asyncio.wait_for`, which in Python 3.11 returns the result of work that ends
-    just when its caller is cancelled, and forgets the cancellation. A loop of calls would then never end.
+    just when its caller is cancelled, and forgets the cancellation. A loop of calls would then never end. For a
+    connection that broke in its handshake uvloop has a RuntimeError, which the package passes on.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task is not None else 0
     try:
         return await work
+    except RuntimeError as e:
+        if _CLOSED not in str(e):
+            raise
+        raise ConnectionResetError("it closed the connection before a command was written") from e
     finally:
         if task is not None and task.cancelling() > before:
             raise asyncio.CancelledError

@@ -25,6 +25,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.runtime.supervisor import Supervisor
 from gateway.sessions.turn_service import TurnService
 from gateway.turns.running import RunningTurn
+from protos.foreign_text import quoted
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class TurnMover:
                 async with self._slots[move.destination]:
                     outcome, pause_s = await self._move(self._sessions.running.get(move.turn_id), move)
         except Exception:
-            log.exception("the move of %s to engine %s failed", move.key, move.destination)
+            log.exception("the move of %s to engine %s failed", quoted(move.key), move.destination)
         finally:
             self.inbound.pop(move.key, None)
             self.book.settle(receipt, move, outcome, pause_s)

@@ -43,6 +43,7 @@ from gateway.store.database import Operation
 from gateway.store.groups import Group
 from gateway.store.sessions import SessionStore
 from protos.errors import Conflict, LaminarError
+from protos.foreign_text import quoted
 from protos.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class Endings:
     def _to_be_stored(self, state: SessionState) -> bool:
         """Whether the trajectories enter the experience buffer."""
         if state.contradicted:
-            log.error("session %s is not trained on: engines contradict its versions", state.session_id)
+            log.error("session %s is not trained on: engines contradict its versions", quoted(state.session_id))
             return False
         return state.spec.trains
 
@@ -274,7 +275,7 @@ class Endings:
         try:
             await self._shielded.run(self._abandon_over(state), f"expire-{state.session_id}")
         except LaminarError as e:  # the next round tries again
-            log.error("session %s is over, and cannot be ended: %s", state.session_id, e)
+            log.error("session %s is over, and cannot be ended: %s", quoted(state.session_id), e)
 
     async def make_room(self) -> None:
         """Abandons idle sessions of unnamed calls, where there are too many."""
@@ -284,7 +285,7 @@ class Endings:
             try:
                 await self.abandon(state.session_id, "later calls without a session took its place")
             except LaminarError as e:  # the next round tries again
-                log.error("session %s gives no room: %s", state.session_id, e)
+                log.error("session %s gives no room: %s", quoted(state.session_id), e)
 
     async def _abandon_over(self, state: SessionState) -> None:
         """Checks again, since the session may have gone on meanwhile, or ended with its parent."""
@@ -336,12 +337,13 @@ class Endings:
 
     async def give_up_group(self, group: Group, reason: str) -> None:
         """Abandons the members one by one: a member that cannot be ended now ends by itself, and delays no other."""
-        log.info("group %s is given up: %s", group.state.group_id, reason)
+        log.info("group %s is given up: %s", quoted(group.state.group_id), quoted(reason))
         for session_id in list(group.state.live):
             try:
                 await self.abandon(session_id, f"its group is given up: {reason}")
             except LaminarError as e:
-                log.warning("group %s: member %s is not abandoned: %s", group.state.group_id, session_id, e)
+                names = quoted(group.state.group_id), quoted(session_id)
+                log.warning("group %s: member %s is not abandoned: %s", *names, e)
         await self._buffer.drop_group(group.state.group_id)
 
     def _close(self, state: SessionState, ended: Ended, **fields: object) -> None:

@@ -20,6 +20,7 @@ from gateway.sessions.known_groups import KnownGroups
 from gateway.sessions.registry import SessionRegistry
 from gateway.store.groups import Group, GroupStore
 from protos.errors import LaminarError
+from protos.foreign_text import quoted
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class GroupRegistry:
         try:
             group.replaced[session_id] = self.sample(group, index)
         except LaminarError as e:
-            log.error("group %s: no session can replace %s: %s", group.state.group_id, session_id, e)
+            names = quoted(group.state.group_id), quoted(session_id)
+            log.error("group %s: no session can replace %s: %s", *names, e)
             return group.state.without_place()
         return None
 

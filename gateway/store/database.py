@@ -276,7 +276,7 @@ class Database:
     def _open(self) -> sqlite3.Connection:
         if self._path is not None:
             made = [folder for folder in self._path.parents if not folder.exists()]
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # it has sessions' keys
             self._take_lock(self._path)
             for folder in (self._path.parent, *(new.parent for new in made)):
                 sync_folder(folder)

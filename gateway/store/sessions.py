@@ -54,7 +54,7 @@ ENDED_MAX = 10_000
 """Ended sessions that are kept, so that a second finish gets the result of the first."""
 
 
-FINISH_SECRET = "finish_keys"
+FINISH_SECRET = "finish_keys"  # noqa: S105 - the row's name
 SECRET_BYTES = 32
 
 
@@ -175,7 +175,7 @@ def _finish_secret(connection: sqlite3.Connection) -> bytes:
 
 def _end(connection: sqlite3.Connection, row: tuple[SessionId, bytes]) -> None:
     for table in _TABLES:
-        connection.execute(f"DELETE FROM {table} WHERE session_id=?", row[:1])
+        connection.execute(f"DELETE FROM {table} WHERE session_id=?", row[:1])  # noqa: S608 - of `_TABLES`
     connection.execute("INSERT OR REPLACE INTO ended(session_id, body) VALUES (?,?)", row)
     connection.execute("DELETE FROM ended WHERE number <= (SELECT max(number) FROM ended) - ?", (ENDED_MAX,))
 

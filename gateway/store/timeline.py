@@ -89,6 +89,15 @@ class Timeline:
         found = list(islice(self._events, skip, skip + min(limit, READ_MAX)))
         return (found[-1].seq if found else after), found
 
+    def newest(self, after: int, limit: int) -> list[TimelineEvent]:
+        """The newest events with seq above `after`, in order. Takes time for those alone, however many are kept."""
+        found: list[TimelineEvent] = []
+        for event in islice(reversed(self._events), limit):
+            if event.seq <= after:
+                break
+            found.append(event)
+        return found[::-1]
+
     async def flush(self) -> None:
         """Returns when all events added before are on disk."""
         self._dirty.clear()

@@ -111,7 +111,7 @@ def dump(connection: sqlite3.Connection) -> list[bytes]:
     """All rows, in compressed parts for `restore`."""
     parts, compress = list[bytes](), zstandard.ZstdCompressor().compress
     for table in _TABLES:
-        found = connection.execute(f"SELECT * FROM {table} ORDER BY 1, 2")
+        found = connection.execute(f"SELECT * FROM {table} ORDER BY 1, 2")  # noqa: S608 - of `_TABLES`
         while some := found.fetchmany(_PART_ROWS):
             parts.append(compress(msgspec.msgpack.encode((table, some))))
     return parts
@@ -120,15 +120,16 @@ def dump(connection: sqlite3.Connection) -> list[bytes]:
 def restore(connection: sqlite3.Connection, parts: Iterable[bytes]) -> None:
     """Replaces all rows with those of a dump, or with none."""
     for table in _TABLES:
-        connection.execute(f"DELETE FROM {table}")
+        connection.execute(f"DELETE FROM {table}")  # noqa: S608 - of `_TABLES`
     decompress = zstandard.ZstdDecompressor().decompress
     for part in parts:
         table, some = decode_msgpack(decompress(part), tuple[str, list[list[Any]]])
         if table not in _TABLES:
             raise Corrupt(f"a snapshot of the prompt pool has rows of {table[:40]!r}")
         if table == _TABLES[-1]:
-            connection.execute(f"DELETE FROM {table}")  # what the rows before it made of it
-        connection.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(some[0]))})", some)
+            connection.execute(f"DELETE FROM {table}")  # noqa: S608 - what the rows before it made of it
+        places = ",".join("?" * len(some[0]))
+        connection.executemany(f"INSERT INTO {table} VALUES ({places})", some)  # noqa: S608 - checked above
 
 
 def add(connection: sqlite3.Connection, pool: str, tasks: Sequence[NewTask], tasks_max: int) -> int:
@@ -196,7 +197,7 @@ def _to_remove(connection: sqlite3.Connection, pool: str, task_ids: Sequence[str
 
 def count(connection: sqlite3.Connection, pool: str) -> PoolCounts:
     def number(query: str) -> int:
-        return int(connection.execute(f"SELECT count(*) FROM {query}", (pool,)).fetchone()[0])
+        return int(connection.execute(f"SELECT count(*) FROM {query}", (pool,)).fetchone()[0])  # noqa: S608 - written below
 
     return PoolCounts(
         tasks=number("tasks WHERE pool=?"),

@@ -140,15 +140,22 @@ async def _has_committed(relay: RelayClient, master: RelayClient, doubt: Doubt) 
             return True
     try:
         newer = await relay.master_of(ticket.model)
+    except (Unavailable, NotFound) as error:  # NotFound: of an older relay, between a master's death and an election
+        return _unknown_yet(ticket, error)
+    try:
         stage = await ticket.stage_at(newer)
     except NotFound as error:
         raise StaleEpoch(f"the master that knew of version {ticket.version} is gone: {error}") from error
     except Unavailable as error:
-        log.info("the outcome of version %d of %s is not known yet: %s", ticket.version, ticket.model, error)
-        return False
+        return _unknown_yet(ticket, error)
     if stage == "lost":
         raise StaleEpoch(f"version {ticket.version} of {ticket.model} lost its master before its commit was known")
     return stage != "copied"
+
+
+def _unknown_yet(ticket: Ticket, error: LaminarError) -> bool:
+    log.info("the outcome of version %d of %s is not known yet: %s", ticket.version, ticket.model, error)
+    return False
 
 
 def _manifest(request: pb.AnnounceRequest, opened: pb.AnnounceReply) -> Manifest:

@@ -20,6 +20,7 @@ from paramserver.core.records import RegisteredEngine
 from paramserver.membership.registry import RETRY_S, Changed, Event, Registry, Removed, State
 from protos.decoding import decode_json
 from protos.errors import Unavailable
+from protos.foreign_text import quoted
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +57,10 @@ def _read(key: str, value: bytes) -> list[RegisteredEngine]:
     try:
         engine = decode_json(value, RegisteredEngine)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        log.warning("%s is no engine: %s", key, error)
+        log.warning("%s is no engine: %s", quoted(key), error)
         return []
     if keys.engine_key(engine.name) != key:
-        log.warning("%s is no engine: it names another, %r", key, engine.name[:200])
+        log.warning("%s is no engine: it names another, %s", quoted(key), quoted(engine.name))
         return []
     return [engine]
 

@@ -205,10 +205,12 @@ class PartialFiles:
                 self._digests[index] = found
 
 
-async def pull(relay: str, model: str, version: int | None, out: Path, *, num_stripes: int, patience_s: float) -> None:
-    """Brings a version into `out`; the pin on it is renewed while it comes."""
+async def pull(
+    relay: RelayClient, model: str, version: int | None, out: Path, *, num_stripes: int, patience_s: float
+) -> None:
+    """Brings a version into `out`; the pin on it is renewed while it comes. Closes the client in the end."""
     console = Console(stderr=True, soft_wrap=True)  # a path or digest that is broken over lines cannot be copied
-    async with RelayClient(relay) as client:
+    async with relay as client:
         lease = await client.acquire(model, version, holder=f"pull:{os.getpid()}", ttl_s=PIN_TTL_S)
         try:
             status = await client.status()

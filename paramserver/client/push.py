@@ -28,7 +28,7 @@ FORMAT = {"format": "pt"}
 
 
 async def push(
-    relay: str,
+    relay: RelayClient,
     directory: Path,
     model: str,
     *,
@@ -39,7 +39,7 @@ async def push(
     wait_s: float,
     **labels: Unpack[VersionLabels],
 ) -> None:
-    """Publishes `directory` and waits until it is sealed, and `copies` relays hold it verified."""
+    """Publishes `directory` and waits until it is sealed, and `copies` relays hold it verified. Closes the client."""
     console = Console(stderr=True, soft_wrap=True)
     checkpoint, files = read_checkpoint(directory), plain_files(directory)
     sizes = [one.spec.size_bytes for one in checkpoint.tensors]
@@ -50,7 +50,7 @@ async def push(
             dataclasses.replace(one, read=_counted(one, lambda num: progress.advance(bar, num)))
             for one in checkpoint.tensors
         ]
-        async with RelayClient(relay) as client:
+        async with relay as client:
             ticket = await publish(
                 client,
                 model,

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
 import grpc
 import grpc.aio
 
+from paramserver.client.channel import Connection
 from paramserver.core.lineage import UNKNOWN, Lineage, Origin
 from paramserver.core.records import SOLE, Rank
 from paramserver.core.refused_loads import RefusedLoad
 from paramserver.data.publisher_link import Mappings
 from protos import grpc_errors
-from protos.engines import is_host_port
-from protos.errors import InvalidRequest, LaminarError, NotFound, StaleEpoch, Unavailable
+from protos.access.credentials import Credentials, from_environment
+from protos.errors import LaminarError, NotFound, StaleEpoch, Unavailable
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 from protos.version_labels import VersionLabels, read_labels
@@ -40,14 +41,6 @@ FIND_S = 1.5  # for one relay to name the master, while the master may be dead
 OTHERS_MAX = 8
 DROP_TIMEOUT_S = 30.0
 RECONNECT_S = (0.1, 0.2, 0.5, 1.0, 2.0)
-CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # a minute by default, and it rules over the one before
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-]
 
 T = TypeVar("T")
 
@@ -147,6 +140,17 @@ class ModelStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class AccessStatus:
+    """The credentials of a relay: see `Access` in relay.proto."""
+
+    identity: str
+    expires_unix_s: float
+    cas: tuple[str, ...]
+    num_fleet_keys: int
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
 class RelayStatus:
     """One relay's own view of itself and of its models."""
 
@@ -168,6 +172,7 @@ class RelayStatus:
     store_id: str = ""
     continues: tuple[str, ...] = ()
     insecure: bool = False  # it was started with --insecure
+    access: AccessStatus | None = None  # None: it has no credentials
 
     @property
     def origin(self) -> Origin:
@@ -183,10 +188,13 @@ class RelayStatus:
 class RelayClient:
     """A connection to one relay's gRPC port, "host:port". Every call has `timeout_s` as its deadline."""
 
-    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, *, timeout_s: float = 10.0, credentials: Credentials | None = None) -> None:
+        """`credentials`: the fleet's; None: those in the directory that LAMINAR_CREDENTIALS names, if it does. Raises
+        InvalidRequest where these cannot be used."""
         self.address = address
         self.timeout_s = timeout_s
-        self._channel: grpc.aio.Channel | None = None
+        self._credentials = from_environment() if credentials is None else credentials
+        self._connection = Connection(address, self._credentials)
         self._peers: dict[str, RelayClient] = {}
         self._masters: dict[str, RelayClient] = {}
         self._claims: dict[tuple[str, str], RunHold] = {}
@@ -215,9 +223,7 @@ class RelayClient:
         self._peers.clear()
         self._masters.clear()
         self.mappings.close()
-        if self._channel is not None:
-            await self._channel.close()
-            self._channel = None
+        await self._connection.close()
 
     async def status(self) -> RelayStatus:
         return _status(await self.call(self.stub.Status(pb.StatusRequest(), timeout=self.timeout_s)))
@@ -236,15 +242,16 @@ class RelayClient:
     @property
     def connected(self) -> bool:
         """Whether a connection to the relay stands now: False before the first call."""
-        return self._channel is not None and self._channel.get_state() is grpc.ChannelConnectivity.READY
+        return self._connection.is_ready
 
     async def watch(self, model: str) -> AsyncIterator[VersionEvent]:
         """The current state, then every change. Reconnects by itself; the state then comes again, without repeats."""
         seen: dict[int, EventKind] = {}
         attempt = 0
+        waits = not self._connection.is_secure  # else by tries: a certificate that expired is replaced between two
         while True:
             try:
-                async for message in self.stub.Watch(pb.WatchRequest(model=model), wait_for_ready=True):
+                async for message in self.stub.Watch(pb.WatchRequest(model=model), wait_for_ready=waits):
                     attempt = 0
                     origin = Origin.of(message.store_id, message.continues)
                     event = VersionEvent(cast(EventKind, message.kind), _sealed(message.version), origin)
@@ -332,11 +339,7 @@ class RelayClient:
 
     @property
     def stub(self) -> pb_grpc.RelayAsyncStub:
-        if self._channel is None:
-            if not is_host_port(self.address):
-                raise InvalidRequest(f"{self.address!r} is no relay's HOST:PORT", hint="such as 127.0.0.1:7000")
-            self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-        return pb_grpc.RelayStub(self._channel)
+        return pb_grpc.RelayStub(self._connection.channel())
 
     async def call(self, reply: Awaitable[T]) -> T:
         """Awaits an RPC; its failure in the error vocabulary."""
@@ -372,7 +375,7 @@ class RelayClient:
         if address == self.address:
             return self
         if address not in self._peers:
-            self._peers[address] = RelayClient(address, timeout_s=self.timeout_s)
+            self._peers[address] = RelayClient(address, timeout_s=self.timeout_s, credentials=self._credentials)
         return self._peers[address]
 
     async def hold_run(self, model: str, run: str, publisher: str, rank: Rank = SOLE) -> None:
@@ -433,6 +436,12 @@ async def _drain(stream: AsyncIterator[pb.HoldRunReply]) -> None:
         log.info("the claim on a run ended: %s", error.details())
 
 
+def _access(message: pb.Access) -> AccessStatus:
+    return AccessStatus(
+        message.identity, message.expires_unix_s, tuple(message.cas), message.num_fleet_keys, message.failure
+    )
+
+
 def _sealed(message: pb.SealedVersion) -> SealedVersion:
     return SealedVersion(
         message.model,
@@ -469,6 +478,7 @@ def _status(reply: pb.StatusReply) -> RelayStatus:
         store_id=reply.store_id,
         continues=tuple(reply.continues),
         insecure=reply.insecure,
+        access=_access(reply.access) if reply.HasField("access") else None,
     )
 
 

@@ -19,6 +19,7 @@ from prometheus_client import start_http_server
 from paramserver.core.records import Sealed
 from paramserver.daemon.parts import RelayParts
 from paramserver.data.server import DataServer
+from protos.access.credentials import Credentials
 from protos.errors import Conflict
 
 OTEL_UNITS = {"bytes": "By", "seconds": "s"}
@@ -62,6 +63,14 @@ def _of_newest(read: Callable[[Sealed], float]) -> Callable[[Sources], Iterable[
             shown = versions.shown()
             if shown:
                 yield read(shown[-1]), (model,)
+
+    return values
+
+
+def _of_credentials(read: Callable[[Credentials], float]) -> Callable[[Sources], Iterable[Value]]:
+    def values(sources: Sources) -> Iterable[Value]:
+        credentials = sources.parts.credentials
+        return [] if credentials is None else [(read(credentials), ())]
 
     return values
 
@@ -138,6 +147,20 @@ METRICS: Sequence[Metric] = (
         "1 or 0",
         "1 while etcd answers the relay.",
         _one(lambda sources: sources.parts.lease.reachable),
+    ),
+    Metric(
+        "gauge",
+        "laminar_relay_certificate_expiry",
+        "seconds",
+        "Time until the relay's certificate expires. Without --credentials there is none.",
+        _of_credentials(lambda found: found.material.expires_unix_s - time.time()),
+    ),
+    Metric(
+        "gauge",
+        "laminar_relay_credentials_failed",
+        "1 or 0",
+        "1 while the files of --credentials cannot be used as they are, and those before them still are.",
+        _of_credentials(lambda found: bool(found.failure)),
     ),
     Metric(
         "counter",

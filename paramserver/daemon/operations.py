@@ -14,7 +14,7 @@ import re
 from paramserver.client.relay import RelayClient
 from paramserver.core.records import NUMBER_MAX, check_model_name
 from paramserver.daemon.parts import RelayParts
-from protos.errors import Conflict, InvalidRequest, NotFound, UnknownModel
+from protos.errors import Conflict, InvalidRequest, Unavailable, UnknownModel
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Operations:
 
     def __init__(self, parts: RelayParts) -> None:
         self._name, self._lease, self._view = parts.config.name, parts.lease, parts.lease.view
-        self._elections, self._duties = parts.elections, parts.duties
+        self._elections, self._duties, self._credentials = parts.elections, parts.duties, parts.credentials
         self._relay, self._reconciler = parts.relay, parts.reconciler
         self._models, self._pins, self._store = parts.models, parts.pins, parts.store
 
@@ -101,8 +101,8 @@ class Operations:
             return await self._duties.drop(model)
         member = self._view.members.get(master)
         if member is None:
-            raise NotFound(f"{master}, master of {model}, is not a member now", hint="try again")
-        async with RelayClient(member.grpc_address) as peer:
+            raise Unavailable(f"{master}, master of {model}, is not a member now", hint="try again")
+        async with RelayClient(member.grpc_address, credentials=self._credentials) as peer:
             return await peer.drop(model)
 
     async def adopt(self) -> tuple[str, list[str]]:

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 
@@ -34,6 +35,7 @@ from paramserver.relay.pins import RelayPins
 from paramserver.relay.reconciler import Reconciler
 from paramserver.relay.relay import Relay
 from paramserver.relay.watchers import Watchers
+from protos.access.credentials import Credentials
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +52,14 @@ class RelayParts:
         spill: Spill | None = None,
         nixl: NixlProcesses | None = None,
         bind_host: str = "",
-        dial: Callable[[str], RelayClient] = dial_briefly,
+        credentials: Credentials | None = None,
+        dial: Callable[[str], RelayClient] | None = None,
     ) -> None:
-        """`bind_host`: the address that connections to other relays come from; "": any. `dial`: see MasterDuties."""
+        """`bind_host`: the address that connections to other relays come from; "": any. `credentials`: with which this
+        relay calls others. `dial`: see MasterDuties."""
         self.config, self.lease, self.store, self.spill = config, lease, store, spill
+        self.credentials = credentials
+        dial = dial or functools.partial(dial_briefly, credentials=credentials)
         self.tasks, self.changes = BackgroundTasks(log), Changes()
         self.elections = Elections(lease.registry, lease)
         self.models = ModelTable(config.name, lease.view, retain=config.retain)

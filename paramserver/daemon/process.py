@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from paramserver.config import RelayConfig
 from paramserver.core.records import Member, RegisteredEngine
+from paramserver.daemon.access import AccessInterceptor, check_serves, server_credentials
 from paramserver.daemon.metrics import serve_metrics
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.provider import SnapshotProvider
@@ -32,11 +33,13 @@ from paramserver.host import address_of
 from paramserver.membership.etcd import CALL_TIMEOUT_S, START_TIMEOUT_S, EtcdRegistry
 from paramserver.memory import stored
 from paramserver.memory.pool import Pool
+from paramserver.memory.private import group_id, keep_private
 from paramserver.memory.store import Snapshot, Store
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.recovery import offer_again, skip_earlier_numbers
-from protos.access.listening import check_listening, warn_insecure
-from protos.errors import Conflict, Corrupt, OutOfCapacity
+from protos.access.credentials import Credentials
+from protos.access.listening import check_listening, is_loopback, warn_insecure
+from protos.errors import Conflict, Corrupt, InvalidRequest, OutOfCapacity
 from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
 from protos.process import cannot_listen
 
@@ -58,24 +61,45 @@ SERVICE = relay_pb2.DESCRIPTOR.services_by_name["Relay"].full_name
 
 
 def check_open(config: RelayConfig) -> None:
-    """Raises InvalidRequest where a port would be off loopback without `--insecure`: none asks for credentials."""
+    """Raises InvalidRequest where a port would be off loopback, and nobody has decided who may use it."""
+    if config.insecure and config.credentials is not None:
+        raise InvalidRequest("--insecure and credentials contradict each other", hint="leave one of them out")
     hosts = [config.host, *([address_of(config.bind_interface)] if config.bind_interface else ())]
     for host in hosts:
         check_listening(
             "paramserver serve",
             host,
             insecure=config.insecure,
-            mend="its gRPC and data ports take no credentials yet: give --insecure, and only in a closed network",
+            has_keys=config.credentials is not None,
+            mend="give --credentials DIR, which `paramserver credentials init` makes, or --insecure in a closed "
+            "network",
         )
     if config.insecure:
         warn_insecure(log, "paramserver serve", " and ".join(dict.fromkeys(hosts)))
 
 
-async def serve(config: RelayConfig, on_ready: Callable[[dict[str, str]], None]) -> None:
-    """Runs one relay until SIGTERM or SIGINT. `on_ready` gets its addresses once it serves."""
+def open_credentials(config: RelayConfig) -> Credentials | None:
+    """The fleet's credentials; None: everybody who reaches the relay may do everything. Raises InvalidRequest where
+    they cannot be used, and where the relay would serve other hosts without any."""
+    check_open(config)
+    if config.credentials is None:
+        return None
+    credentials = Credentials(config.credentials)
+    check_serves(credentials, config.reached_by)
+    log.info("access control: %s has the certificate of %s", config.credentials, credentials.identity)
+    if not is_loopback(config.host):
+        log.warning("the data port takes no credentials: whoever reaches it may read weights")
+    return credentials
+
+
+async def serve(
+    config: RelayConfig, credentials: Credentials | None, on_ready: Callable[[dict[str, str]], None]
+) -> None:
+    """Runs one relay until SIGTERM or SIGINT. `credentials`: what `open_credentials` gave. `on_ready` gets its
+    addresses once it serves."""
     log.info("configuration: %s", config)
     stop = _stop_event()  # a SIGTERM while starting waits for the end of it, so that the memory goes back
-    async with relay_process(config) as (addresses, failed):
+    async with relay_process(config, credentials) as (addresses, failed):
         on_ready(addresses)
         log.info("relay %s serves gRPC on %s, bytes on %s", config.name, addresses["grpc"], addresses["data"])
         failed.add_done_callback(lambda _: stop.set())
@@ -85,15 +109,18 @@ async def serve(config: RelayConfig, on_ready: Callable[[dict[str, str]], None])
 
 
 @contextlib.asynccontextmanager
-async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, str], asyncio.Future[None]]]:
+async def relay_process(
+    config: RelayConfig, credentials: Credentials | None = None
+) -> AsyncIterator[tuple[dict[str, str], asyncio.Future[None]]]:
     """A relay, serving; yields its addresses and the task in which it lives (done only when it broke)."""
     data_host = address_of(config.bind_interface) if config.bind_interface else config.host
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    grpc_address = _bind(server, config)
+    guards = [AccessInterceptor(credentials)] if credentials is not None else []
+    server = grpc.aio.server(interceptors=guards, options=SERVER_OPTIONS)
+    grpc_address = _bind(server, config, credentials)
     async with contextlib.AsyncExitStack() as stack:
         # Closing runs in the reverse order: streams end, control stops taking calls, fetches end, the lease is revoked,
         # the data port closes, and last the memory goes.
-        registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S)
+        registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S, access=config.etcd_access)
         stack.push_async_callback(registry.close)
         store, found = await _open_store(config, stack)
         nixl = await _start_nixl(config, stack)
@@ -107,14 +134,14 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         lease = MemberLease(registry, _member(config, grpc_address, data_address), ttl_s=config.lease_ttl_s)
         spill = _open_spill(config, lease, stack)
         bind_host = data_host if config.bind_interface else ""
-        parts = RelayParts(config, lease, store, spill=spill, nixl=nixl, bind_host=bind_host)
+        parts = RelayParts(config, lease, store, spill=spill, nixl=nixl, bind_host=bind_host, credentials=credentials)
 
         data = DataServer(SnapshotProvider(parts), max_rate=config.max_rate, nixl=nixl)
         stack.push_async_callback(asyncio.to_thread, data.close)
         data.serve_tcp(listener)
         socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir)
         if socket_path is not None:
-            data.serve_unix(socket_path)
+            data.serve_unix(socket_path, group=group_id(config.group))
 
         await lease.take()
         stack.push_async_callback(lease.leave)
@@ -148,6 +175,7 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
 
 async def _open_store(config: RelayConfig, stack: contextlib.AsyncExitStack) -> tuple[Store, list[Snapshot]]:
     """The pool, touched, and what an earlier life left whole in it."""
+    keep_private(config.pool_dir, group_id(config.group), "--pool-dir")
     left = stored.find(config.pool_dir)
     pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.paths])
     store = Store(pool, left)
@@ -182,6 +210,7 @@ def _member(config: RelayConfig, grpc_address: str, data_address: str) -> Member
 def _open_spill(config: RelayConfig, lease: MemberLease, stack: contextlib.AsyncExitStack) -> Spill | None:
     if config.spill is None:
         return None
+    keep_private(config.spill, group_id(config.group), "--spill")
     loop = asyncio.get_running_loop()
 
     def changed(versions: list[tuple[str, int]]) -> None:
@@ -211,14 +240,17 @@ async def _end(life: asyncio.Future[None], parts: RelayParts) -> None:
     await parts.close()
 
 
-def _bind(server: grpc.aio.Server, config: RelayConfig) -> str:
+def _bind(server: grpc.aio.Server, config: RelayConfig, credentials: Credentials | None) -> str:
     wanted = f"{config.host}:{config.port}"
     try:
         socket.create_server((config.host, config.port)).close()  # gRPC's own error has no reason
     except OSError as error:
         raise cannot_listen(config.host, config.port, error) from error
     try:
-        port = server.add_insecure_port(wanted)
+        if credentials is None:
+            port = server.add_insecure_port(wanted)
+        else:
+            port = server.add_secure_port(wanted, server_credentials(credentials))
     except RuntimeError as error:
         raise Conflict(f"cannot listen on {wanted}", hint="choose another --port, or 0 for any free one") from error
     if port == 0:

@@ -24,7 +24,7 @@ from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.status import StatusReport, epoch_message, sealed_message
 from protos import grpc_errors
 from protos.announce_options import master_options
-from protos.errors import InvalidRequest, LaminarError, NotFound, UnsupportedField
+from protos.errors import InvalidRequest, LaminarError, NotFound, Unavailable, UnsupportedField
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 
@@ -157,7 +157,7 @@ class RelayService(pb_grpc.RelayServicer):
         master = await self._duties.locate(request.model)
         member = self._view.members.get(master)
         if member is None:
-            raise NotFound(f"{master}, master of {request.model}, is not a member now", hint="try again")
+            raise Unavailable(f"{master}, master of {request.model}, is not a member now", hint="try again")
         others = [m.grpc_address for name, m in sorted(self._view.members.items()) if name != master]
         return pb.LocateReply(
             master=master,

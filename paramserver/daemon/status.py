@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from paramserver.core.records import Epoch, Sealed
 from paramserver.core.versions import ModelVersions
 from paramserver.daemon.parts import RelayParts
+from protos.access.credentials import Credentials
 from protos.laminar.v1 import relay_pb2 as pb
 
 
@@ -15,7 +16,7 @@ class StatusReport:
     """Reads the state of the relay's parts and owns none."""
 
     def __init__(self, parts: RelayParts, *, data_address: str) -> None:
-        self._config, self._data_address = parts.config, data_address
+        self._config, self._data_address, self._credentials = parts.config, data_address, parts.credentials
         self._lease, self._view = parts.lease, parts.lease.view
         self._pool, self._pins, self._fetches = parts.store.pool, parts.pins, parts.fetches
         self._models, self._refused_loads = parts.models, parts.refused_loads
@@ -49,6 +50,7 @@ class StatusReport:
             store_id=self._view.store_id,
             continues=sorted(self._view.continues),
             insecure=self._config.insecure,
+            access=_access_message(self._credentials) if self._credentials is not None else None,
         )
 
     def _model(self, model: str) -> pb.ModelStatus:
@@ -96,6 +98,17 @@ class StatusReport:
             pb.RefusedLoad(version=one.version, engine=one.engine, error=one.error, times=one.times, unix_s=one.unix_s)
             for one in self._refused_loads.of(model, version)
         ]
+
+
+def _access_message(credentials: Credentials) -> pb.Access:
+    material = credentials.material
+    return pb.Access(
+        identity=str(material.identity),
+        expires_unix_s=material.expires_unix_s,
+        cas=material.cas,
+        num_fleet_keys=len(material.fleet_keys),
+        failure=credentials.failure,
+    )
 
 
 def epoch_message(epoch: Epoch | None) -> pb.Epoch:

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
@@ -19,12 +20,12 @@ from typing import Protocol
 
 from paramserver.background import FailureLog
 from paramserver.core.records import Epoch, digest
-from paramserver.data import frames
+from paramserver.data import frames, peers
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TransportFailed
 from paramserver.data.nixl.lender import NixlLender
 from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.memory.store import Snapshot
-from protos.errors import Conflict, Corrupt, LaminarError, NotFound, OutOfCapacity, StaleEpoch
+from protos.errors import Conflict, Corrupt, Forbidden, LaminarError, NotFound, OutOfCapacity, StaleEpoch
 
 log = logging.getLogger(__name__)
 
@@ -156,13 +157,16 @@ class DataServer:
         host, port = listener.getsockname()[:2]
         return f"{host}:{port}"
 
-    def serve_unix(self, path: Path) -> None:
+    def serve_unix(self, path: Path, *, group: int | None = None) -> None:
+        """Takes publishers of this user, and of `group`; root's, too, who reads the memory in any case."""
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(path))
-        path.chmod(0o600)
+        if group is not None:
+            os.chown(path, -1, group)
+        path.chmod(0o600 if group is None else 0o660)
         listener.listen(16)
-        self._accept_on(listener, self._by_unix, self._serve_local)
+        self._accept_on(listener, self._by_unix, lambda sock: self._serve_local(sock, group))
 
     def close(self) -> None:
         """Stops accepting, ends every connection, and waits for the threads."""
@@ -367,7 +371,8 @@ class DataServer:
                 raise LinkBroken(f"unexpected {header.kind.name} from a publisher")
         frames.send_all(sock, Header(Kind.DONE).pack())
 
-    def _serve_local(self, sock: socket.socket) -> None:
+    def _serve_local(self, sock: socket.socket, group: int | None) -> None:
+        _check_user(sock, group)
         greeting = frames.receive_greeting(sock)
         if greeting.purpose != "map":
             raise Conflict(f"purpose {greeting.purpose!r} on the unix socket", hint="use the data port")
@@ -399,6 +404,14 @@ def _take_chunk(sock: socket.socket, snapshot: Snapshot, header: Header) -> None
         if digest(place) != header.digest:
             raise Corrupt(f"chunk {header.index} of {snapshot} arrived with a wrong digest", hint="send it again")
         snapshot.present(header.index, header.digest)
+
+
+def _check_user(sock: socket.socket, group: int | None) -> None:
+    """Forbidden unless the process that connected runs as this user, root, or in `group`. Whatever the socket's mode:
+    that stands a moment after it is there, and may be changed."""
+    user, member = peers.user_of(sock), group is not None and group in peers.groups_of(sock)
+    if user not in (0, os.geteuid()) and not member:
+        raise Forbidden(f"user {user} may not publish through the memory of this relay", hint="--group")
 
 
 def _check_epoch(snapshot: Snapshot, epoch: Epoch | None) -> None:

@@ -30,6 +30,7 @@ from paramserver.relay.elections import Elections
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.models import VERSIONS_KEPT, ModelTable
 from paramserver.relay.relay import Relay
+from protos.access.credentials import Credentials
 from protos.errors import Conflict, LaminarError, OutOfCapacity, StaleEpoch, Unavailable, UnknownModel
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,9 @@ LOST_GRACE_S = 10.0  # holders whose lease lapsed in an outage get this long to 
 MODELS_MAX = 128  # of a tier: each costs every relay some work, all the time
 
 
-def dial_briefly(address: str) -> RelayClient:
+def dial_briefly(address: str, credentials: Credentials | None = None) -> RelayClient:
     """A client of another relay that answers soon or counts as silent."""
-    return RelayClient(address, timeout_s=QUERY_TIMEOUT_S)
+    return RelayClient(address, timeout_s=QUERY_TIMEOUT_S, credentials=credentials)
 
 
 class MasterDuties:

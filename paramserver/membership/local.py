@@ -164,7 +164,7 @@ class LocalEtcd:
         """Locks the directory and reads the port of the last life. Conflict when another process is there."""
         try:
             made = not directory.exists()
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock_fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise Unavailable(

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
-import time
 from pathlib import Path
 
 from protos.access.roles import ApiKey, Keys, Role, parse_keys
+from protos.access.secret_file import Signature, read_secret, signature
 from protos.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -22,11 +21,6 @@ log = logging.getLogger(__name__)
 BYTES_MAX = 8 << 20
 REFRESH_S = 1.0
 """Between two looks at the file."""
-SETTLED_S = 2.0
-"""A file that changed less than this ago may change again within the resolution of its times: it is read again."""
-FORBIDDEN = stat.S_IRWXO | stat.S_IWGRP
-
-Signature = tuple[int, int, int, int, int, int]
 
 
 class KeyFile:
@@ -51,7 +45,7 @@ class KeyFile:
     def refresh(self) -> None:
         """Reads the file again if it has changed. For a thread: it waits for the disk."""
         try:
-            if self._seen is not None and _signature(os.stat(self.path)) == self._seen:
+            if self._seen is not None and signature(os.stat(self.path)) == self._seen:
                 return
             before = self._keys
             self._keys, self._seen = self._read()
@@ -66,43 +60,10 @@ class KeyFile:
         self.failure = ""
 
     def _read(self) -> tuple[Keys, Signature | None]:
-        try:
-            # O_NONBLOCK: a pipe without a writer must not hold the daemon; what is no file is refused below.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(descriptor, "rb") as file:
-                status = os.fstat(descriptor)
-                _check(self.path, status)
-                raw = file.read(BYTES_MAX + 1)
-        except OSError as error:
-            raise InvalidRequest(
-                f"cannot read {self.path}: {error.strerror}", hint="--api-keys takes a file of API keys"
-            ) from error
-        if len(raw) > BYTES_MAX:
-            raise InvalidRequest(f"{self.path} is larger than {BYTES_MAX >> 20} MiB", hint="is it a file of API keys?")
+        what = "a file of API keys"
+        raw, seen = read_secret(self.path, BYTES_MAX, what=what, hint=f"--api-keys takes {what}")
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
-            raise InvalidRequest(f"{self.path} is no text", hint="is it a file of API keys?") from error
-        settled = abs(time.time() - max(status.st_mtime, status.st_ctime)) > SETTLED_S
-        return parse_keys(text, str(self.path)), _signature(status) if settled else None
-
-
-def _signature(status: os.stat_result) -> Signature:
-    return (
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,  # a change of the mode alone
-        stat.S_IMODE(status.st_mode),
-    )
-
-
-def _check(path: Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise InvalidRequest(f"{path} is no file", hint="--api-keys takes a file of API keys")
-    if status.st_mode & FORBIDDEN:
-        raise InvalidRequest(
-            f"{path} has the mode {stat.S_IMODE(status.st_mode):04o}: others may read or write the keys in it",
-            hint=f"chmod 600 {path}",
-        )
+            raise InvalidRequest(f"{self.path} is no text", hint=f"is it {what}?") from error
+        return parse_keys(text, str(self.path)), seen

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -22,20 +23,28 @@ from paramserver.membership.registry import (
     State,
     parts,
 )
+from protos.access.etcd import EtcdAccess
 from protos.errors import TooLarge, Unavailable
+from tests.support.guarded_etcd import GuardedEtcd
 
 MakeRegistry = Callable[[], Awaitable[Registry]]
 
 
-@pytest.fixture(params=["memory", "etcd"])
-async def connect(request: pytest.FixtureRequest) -> AsyncIterator[MakeRegistry]:
-    """Makes connections to one store."""
+@pytest.fixture(params=["memory", "etcd", "guarded"])
+async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[MakeRegistry]:
+    """Makes connections to one store: in memory, in etcd, and in an etcd with TLS, a user and a prefix of its own."""
     opened: list[Registry] = []
-    store = MemoryStore(time.monotonic)
-    endpoint = request.getfixturevalue("shared_etcd") if request.param == "etcd" else ""
+    store, endpoint, access = MemoryStore(time.monotonic), "", EtcdAccess()
+    if request.param == "etcd":
+        endpoint = request.getfixturevalue("shared_etcd")
+    elif request.param == "guarded":
+        guarded: GuardedEtcd = request.getfixturevalue("guarded")
+        endpoint, access = guarded.endpoint, guarded.access(tmp_path)
 
     async def make() -> Registry:
-        opened.append(await EtcdRegistry.connect(endpoint, timeout_s=60.0) if endpoint else MemoryRegistry(store))
+        opened.append(
+            await EtcdRegistry.connect(endpoint, timeout_s=60.0, access=access) if endpoint else MemoryRegistry(store)
+        )
         return opened[-1]
 
     yield make

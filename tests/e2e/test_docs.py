@@ -53,7 +53,7 @@ RUN_HERE = {
     ("docs/guide.md", "sh"): 1,
     ("docs/prompt-pool.md", "python"): 1,
     ("docs/runner.md", "sh"): 1,
-    ("docs/security.md", "sh"): 1,
+    ("docs/security.md", "sh"): 2,
 }
 """Blocks of code by page and language that tests of this module run, all of them."""
 RUN_ELSEWHERE = {
@@ -65,6 +65,7 @@ RUN_ELSEWHERE = {
     ("docs/publishing.md", "sh"): 1,
     ("docs/quick-start.md", "sh"): 2,
     ("docs/quick-start.md", "python"): 2,
+    ("docs/security.md", "nginx"): 1,  # operating/test_proxy.py
     ("docs/shared-experience.md", "sh"): 1,  # test_shared_experience.py
     ("docs/tables.md", "sh"): 1,  # test_tables.py
     ("docs/trl.md", "python"): 2,  # `tests/trl/test_docs.py`
@@ -113,7 +114,7 @@ class Documented:
             r"localhost:7070": "trainer-0:7070",
             r"\b([a-z]+-\d|gateway):(\d+)": lambda found: f"127.0.0.1:{self.port(found[0])}",
             r"(?<=[ \"])\./": f"{self.directory}/",
-            r"^(gateway (status|repack))": rf"\1 --url http://127.0.0.1:{self.port('gateway:8080')}",
+            r"^(gateway (status|top|repack))": rf"\1 --url http://127.0.0.1:{self.port('gateway:8080')}",
         }.items():
             text = re.sub(shown, instead, text)  # type: ignore[arg-type]  # a text, or a function that makes one
         return text
@@ -341,6 +342,26 @@ def test_a_gateway_asks_for_the_keys_that_the_page_makes(tmp_path: Path) -> None
         assert httpx.get(f"{gateway.ready['url']}/status").status_code == 401
         looked = shell(f"export {look}".replace(") gateway", ")\ngateway"))
         assert "API keys: 1 admin, 1 trainer, 1 agent" in looked.stdout, looked.stderr
+
+
+def test_a_relay_asks_for_the_credentials_that_the_page_makes(
+    tmp_path: Path, etcd: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init, serve, look, issue, show = lines(blocks("docs/security.md", "sh")[1])
+    variable, _, look = look.partition(" ")
+    with KeptPorts() as ports, ExitStack() as stack:
+        pools = stack.enter_context(tempfile.TemporaryDirectory(prefix="laminar-test-", dir="/dev/shm"))
+        page = Documented(tmp_path, Path(pools), etcd, ports)
+        made = page.run(init)
+        assert made.returncode == 0, made.stderr
+        relay = page.start("relay", serve)
+        stack.callback(_ended, relay)
+        assert page.run(look).returncode == 1
+        monkeypatch.setenv(*variable.split("="))
+        looked = page.run(look)
+        assert "credentials of relay relay, valid for 36" in looked.stdout, looked.stderr
+        assert page.run(issue).returncode == 0
+        assert "trainer-1" in page.run(show).stdout
 
 
 def test_the_page_has_the_table_of_operations() -> None:

@@ -38,7 +38,7 @@ def commands(directory: Path) -> dict[str, tuple[click.Command, list[str], str]]
         "paramserver serve": (
             paramserver.cli.cli,
             ["serve", "--name=r", "--advertise=127.0.0.1", f"--pool-dir={pool}"],
-            "its gRPC and data ports take no credentials yet: give --insecure, and only in a closed network",
+            "give --credentials DIR, which `paramserver credentials init` makes, or --insecure in a closed network",
         ),
         "the prime-rl server": (
             trainer_client.integrations.prime_rl.main,

@@ -92,7 +92,7 @@ SAID_AT_START = {
     "--pool-bytes 0": r"a pool of 0 bytes \(give --pool-bytes a positive size\)",
     "--data-port {taken}": r"127\.0\.0\.1:{taken}: Address already in use .*\(choose another --data-port\)",
     "--metrics-port {taken}": r"127\.0\.0\.1:{taken}: Address already in use \(choose another --metrics-port\)",
-    "--host 203.0.113.1": r"would serve whoever reaches it, without credentials .*--insecure, and only in a",
+    "--host 203.0.113.1": r"would serve whoever reaches it, without credentials .*--insecure in a closed network",
     "--host 203.0.113.1 --insecure": r"203\.0\.113\.1:0: Cannot assign requested address .*\(choose another --host",
     "--etcd 127.0.0.1:{taken}": r"no etcd answers at 127\.0\.0\.1:{taken} \(start one with",
     "--name a/b": r"'a/b' cannot name a relay \(letters, digits",

@@ -60,8 +60,8 @@ def test_a_life_that_fails_leaves_no_loop_behind(monkeypatch: pytest.MonkeyPatch
     assert not asyncio.all_tasks(made[0])
 
 
-# `make test` runs 200 of these seeds, `make soak` the others
-AT_LENGTH = [pytest.param(first, marks=pytest.mark.soak if first >= 1200 else ()) for first in range(1000, 1800, 100)]
+# `make test` runs 200 of these seeds, `make test-faults` the others
+AT_LENGTH = [pytest.param(first, marks=pytest.mark.long if first >= 1200 else ()) for first in range(1000, 1800, 100)]
 
 
 @pytest.mark.slow

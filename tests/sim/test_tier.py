@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow  # lives of whole relay tiers
 
 FAULTS_S = 8.0
 BUDGET_S = 60.0
-SEEDS = [(0, 60), *(pytest.param(60 + at * 120, 120, marks=pytest.mark.soak) for at in range(2))]
+SEEDS = [(0, 60), *(pytest.param(60 + at * 120, 120, marks=pytest.mark.long) for at in range(2))]
 """The first and how many of one test, or as many as fit into its budget."""
 
 

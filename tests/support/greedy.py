@@ -27,14 +27,19 @@ def transformers_greedy(seed: int, prompt: tuple[int, ...], count: int, head_dim
 
 
 def first_stray(found: Sequence[int], seed: int, prompt: tuple[int, ...], head_dim: int = HEAD_DIM) -> int | None:
-    """Index of the first token that the model of this seed would not choose after the prompt and those before it.
+    """Index of the first token that the model of this seed would not choose after the prompt and those before it."""
+    return stray_of(_model(seed, head_dim), found, prompt)
+
+
+def stray_of(model: torch.nn.Module, found: Sequence[int], prompt: Sequence[int]) -> int | None:
+    """Index of the first token that `model` would not choose after the prompt and those before it.
 
     Each token is judged after what was really said, so that a long turn may pass a tie (`TIE`) on either side.
     """
     if not found:
         return None
     with torch.inference_mode():
-        logits = _model(seed, head_dim)(torch.tensor([[*prompt, *found[:-1]]])).logits[0, len(prompt) - 1 :]
+        logits = model(torch.tensor([[*prompt, *found[:-1]]])).logits[0, len(prompt) - 1 :]
     short_by = logits.max(dim=-1).values - logits.gather(-1, torch.tensor(found)[:, None])[:, 0]
     strays = (short_by > TIE).nonzero()
     return int(strays[0]) if len(strays) else None

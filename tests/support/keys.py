@@ -11,6 +11,7 @@ import aiohttp
 
 from gateway.app import Gateway
 from protos.access.roles import Role
+from protos.access.unix_socket import socket_path
 from tests.support.scripted_engine import MODEL, ScriptedEngine
 from tests.unit.gateway_api.test_status import gateway
 
@@ -65,6 +66,16 @@ class Client:
         found, answer = await self.send(who, method, path, body, **headers)
         assert found == status, f"{who}: {method} {path}: {found} {answer}"
         return answer
+
+
+@contextlib.asynccontextmanager
+async def operators(found: Gateway) -> AsyncIterator[Client]:
+    """A client of the gateway's admin listener."""
+    path = socket_path(found.admin_url)
+    root = found.admin_url if path is None else "http://gateway"
+    connector = aiohttp.TCPConnector() if path is None else aiohttp.UnixConnector(str(path))
+    async with aiohttp.ClientSession(root, connector=connector) as http:
+        yield Client(http)
 
 
 @contextlib.asynccontextmanager

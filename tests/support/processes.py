@@ -51,17 +51,19 @@ def start(
     env: dict[str, str] | None = None,
     wait_ready: bool = True,
     prefix: Sequence[str] = (),
+    python: Sequence[str] = (sys.executable,),
 ) -> Daemon:
     """Runs `python -m <command...> --ready-file ...` and waits until the ready file appears.
 
-    `prefix` goes before the whole command, as a host's of `tests.support.links` does.
+    `prefix` goes before the whole command, as a host's of `tests.support.links` does. `python`: of another release, as
+    `tests.support.releases` has it.
     """
     ready_path = directory / f"{name}.ready.json"
     ready_path.unlink(missing_ok=True)
     log_path = directory / f"{name}.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", *command, "--ready-file", str(ready_path)],
+            [*prefix, *python, "-m", *command, "--ready-file", str(ready_path)],
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,

@@ -97,7 +97,7 @@ def test_a_v1_trainers_buffer_gives_a_row_for_each_branch_of_each_session(report
     assert queued["ratio_off_version_before"] > 10 * TOLERANCE
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_verls_trainer_trains_on_what_the_versions_it_published_sampled(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -21,6 +21,7 @@ class PublisherOptions(TypedDict, total=False):
     timeout_s: float  # of one request to the relay; default 10
     rank: int  # of this process among the publishers of one version; default 0
     num_ranks: int  # default 1
+    credentials: Path | str | None  # the directory of a trainer's; default: the one that LAMINAR_CREDENTIALS names
 
 
 class PublishOptions(AnnounceOptions, total=False):

@@ -61,8 +61,8 @@ class Outcome(msgspec.Struct):
 def agreed(ranks: Ranks, outcome: Outcome) -> Outcome:
     """The outcome of all ranks: an error if there is one, else one with a ticket.
 
-    Of errors, one that may be the consequence of another comes last; before it one after which the publish begins again,
-    and first one after which it does not.
+    Of errors, one that may be the consequence of another comes last; before it one after which the publish begins
+    again, and first one after which it does not.
     """
     if ranks.count == 1:
         return outcome

@@ -28,6 +28,7 @@ from gateway.api.errors import error_headers, unexpected
 from gateway.ports import IdentitySource, Message, TurnHandle, Turns
 from gateway.tokens.bridge import content_text
 from protos.errors import LaminarError
+from protos.foreign_text import quoted
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class Responder:
             except LaminarError as e:
                 if not response.started:
                     raise
-                log.warning("%s %s: failed after its first byte: %s", request.method, request.path, e)
+                log.warning("%s %s: failed after its first byte: %s", request.method, quoted(request.path), e)
                 return await response.fail(prepared.form.error_event(e))
             except Exception as e:
                 if not response.started:

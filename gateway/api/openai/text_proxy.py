@@ -28,6 +28,7 @@ from gateway.core.types import Version
 from gateway.fleet.text_proxy import Relayed, TextProxy
 from gateway.ports import SESSION_KEY_PREFIX, Turns
 from protos.errors import LaminarError
+from protos.foreign_text import quoted
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class TextRoutes:
             except LaminarError as error:
                 if not client.started:
                     raise
-                log.warning("%s %s: failed after its response began: %s", request.method, request.path, error)
+                log.warning("%s %s: failed after its response began: %s", request.method, quoted(request.path), error)
                 return await client.fail(msgspec.json.encode(error_body(error)))
             except ConnectionError:  # the client is gone: nobody is left to notify
                 return client.response

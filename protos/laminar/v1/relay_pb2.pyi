@@ -370,6 +370,7 @@ class StatusReply(_message.Message):
     STORE_ID_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
     INSECURE_FIELD_NUMBER: _builtins.int
+    ACCESS_FIELD_NUMBER: _builtins.int
     relay: _builtins.str
     """its name"""
     instance: _builtins.str
@@ -411,6 +412,10 @@ class StatusReply(_message.Message):
     def continues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids of earlier registries whose versions this one continues"""
 
+    @_builtins.property
+    def access(self) -> Global___Access:
+        """absent: it has no credentials, and asks for none"""
+
     def __init__(
         self,
         *,
@@ -432,14 +437,55 @@ class StatusReply(_message.Message):
         store_id: _builtins.str = ...,
         continues: _abc.Iterable[_builtins.str] | None = ...,
         insecure: _builtins.bool = ...,
+        access: Global___Access | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["access", b"access"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "cut_off", b"cut_off", "data_address", b"data_address", "draining", b"draining", "insecure", b"insecure", "instance", b"instance", "members", b"members", "models", b"models", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "store_id", b"store_id", "transfers", b"transfers", "transport", b"transport", "trouble", b"trouble", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "continues", b"continues", "cut_off", b"cut_off", "data_address", b"data_address", "draining", b"draining", "insecure", b"insecure", "instance", b"instance", "members", b"members", "models", b"models", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "store_id", b"store_id", "transfers", b"transfers", "transport", b"transport", "trouble", b"trouble", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class Access(_message.Message):
+    """The credentials of a relay, as it has them now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    EXPIRES_UNIX_S_FIELD_NUMBER: _builtins.int
+    CAS_FIELD_NUMBER: _builtins.int
+    NUM_FLEET_KEYS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    identity: _builtins.str
+    """role and name in its certificate"""
+    expires_unix_s: _builtins.float
+    """of its certificate"""
+    num_fleet_keys: _builtins.int
+    """that it accepts at its data port"""
+    failure: _builtins.str
+    """why the files as they are now are not used; empty: they are"""
+    @_builtins.property
+    def cas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """fingerprints of the CAs that it trusts"""
+
+    def __init__(
+        self,
+        *,
+        identity: _builtins.str = ...,
+        expires_unix_s: _builtins.float = ...,
+        cas: _abc.Iterable[_builtins.str] | None = ...,
+        num_fleet_keys: _builtins.int = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cas", b"cas", "expires_unix_s", b"expires_unix_s", "failure", b"failure", "identity", b"identity", "num_fleet_keys", b"num_fleet_keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Access: _TypeAlias = Access  # noqa: Y015
 
 @_typing.final
 class ModelStatus(_message.Message):

@@ -220,7 +220,11 @@ class Connection(asyncio.Protocol):
         elif path in (b"/v1/completions", b"/v1/chat/completions"):
             self._generate(json.loads(body), chat=b"chat" in path)
         else:
-            self._answer(b"{}")
+            self._control(path.decode(), body)
+
+    def _control(self, path: str, body: bytes) -> None:
+        """A call that is no generation."""
+        self._answer(b"{}")
 
     def _answer(self, page: bytes | None) -> None:
         status = b"200 OK" if page is not None else b"404 Not Found"

@@ -36,20 +36,25 @@ def served(url: str) -> dict[str, set[str]]:
     return {name: set(re.findall(r'(\w+)="', labels)) for name, labels in series}
 
 
-def of_a_relay(relays: Relays, directory: Path) -> dict[str, set[str]]:
-    """Of one that spills, and holds a version: what tells of versions has no series before."""
-    relay = relays.start("a", "--metrics-port=0", f"--spill={directory / 'spill'}")
-    with Publisher(relay.ready["grpc"]) as publisher:
+def of_a_relay(relays: Relays, directory: Path, fleet: Path) -> dict[str, set[str]]:
+    """Of one that spills, has credentials, and holds a version: what tells of versions has no series before."""
+    relay = relays.start("a", "--metrics-port=0", f"--spill={directory / 'spill'}", f"--credentials={fleet / 'relay'}")
+    with Publisher(relay.ready["grpc"], credentials=fleet / "trainer") as publisher:
         publisher.publish({"w": np.ones(4, np.float32)}, step=1, wait="sealed")
     url = f"http://{relay.ready['metrics']}"
     until(lambda: "laminar_relay_newest_version" in served(url), "the version in the metrics")
     return served(url)
 
 
-def of_a_gateway(directory: Path, redis: str) -> dict[str, set[str]]:
+def of_a_gateway(directory: Path, redis: str, fleet: Path) -> dict[str, set[str]]:
     """Of one with all that has metrics of its own, after a turn whose stream was cut."""
     command = ["gateway", "serve", "--model=policy", f"--tokenizer={tokenizer(directory / 'model')}", "--port=0"]
-    stores = [f"--data={directory / 'data'}", f"--experience-store={redis}", "--relay-text"]
+    stores = [
+        f"--credentials={fleet / 'gateway'}",
+        f"--data={directory / 'data'}",
+        f"--experience-store={redis}",
+        "--relay-text",
+    ]
     with in_thread(ScriptedEngine("e0", cuts=deque([Cut("eof", 2)]))) as engine:
         gateway = processes.start("gateway", [*command, *stores, "--no-probe", f"--engine=e0=vllm={engine}"], directory)
         try:
@@ -72,9 +77,10 @@ def names() -> dict[str, str]:
 
 
 def test_daemons_serve_each_metric_that_a_rule_names(
-    names: dict[str, str], tmp_path: Path, relays: Relays, redis_servers: Callable[..., Daemon]
+    names: dict[str, str], tmp_path: Path, relays: Relays, redis_servers: Callable[..., Daemon], fleet: Path
 ) -> None:
-    relay, gateway = of_a_relay(relays, tmp_path), of_a_gateway(tmp_path, redis_servers().ready["url"])
+    relay = of_a_relay(relays, tmp_path, fleet)
+    gateway = of_a_gateway(tmp_path, redis_servers().ready["url"], fleet)
     for prefix, found in (("laminar_relay_", relay), ("laminar_gateway_", gateway), ("process_", relay | gateway)):
         wanted = {name for name in names if name.startswith(prefix)}
         assert wanted

@@ -1,14 +1,12 @@
 """The wheel, in an environment without the checkout: its commands run, its daemons serve, the SDK works.
 
-It is built from the files that `deploy/images/Containerfile` copies. Its dependencies are those of the shared
-environment, to which a path file leads, so nothing is downloaded.
+It is built from the files that `deploy/images/Containerfile` copies.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-import sysconfig
 import tempfile
 import tomllib
 import zipfile
@@ -19,40 +17,22 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.setup_env import ROOT, make_venv, shared_environment
+from deploy.setup_env import ROOT
 from paramserver.daemon.process import SERVICE
+from tests.support import wheels
 from tests.support.processes import Daemon, await_ready
+from tests.support.wheels import PACKAGES, python_of, run
 from tests.support.words import tokenizer
 from tests.unit.deploy.test_compose import copied_into_the_build
 
 pytestmark = pytest.mark.slow
 
-PACKAGES = ("protos", "paramserver", "gateway", "trainer_client", "agents_env")
 SDK = """
 import sys, numpy, trainer_client, paramserver.client, protos
 assert all("site-packages" in module.__file__ for module in (trainer_client, paramserver.client, protos))
 with trainer_client.Publisher(sys.argv[1]) as publisher:
     print(publisher.publish({"w": numpy.ones(4, numpy.float32)}, step=1, wait="sealed").version)
 """
-
-
-def python_of(venv: Path) -> str:
-    return str(venv / "bin" / "python")
-
-
-def run(*words: str | Path, cwd: Path) -> str:
-    """What it prints; nothing of the checkout is on its path."""
-    done = subprocess.run(
-        [*map(str, words)],
-        cwd=cwd,
-        env={"PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +45,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_stream.so"))
         else:
             shutil.copy(ROOT / name, source)
-    pip = [python_of(shared_environment()), "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", directory, source, cwd=directory)
-    [found] = directory.glob("*.whl")
-    return found
+    return wheels.built(source, directory)
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the commands."""
-    venv = tmp_path_factory.mktemp("installed") / "venv"
-    make_venv(venv, "--without-pip")
-    shared = shared_environment()
-    packages = Path(sysconfig.get_path("purelib", "venv", {"base": "", "platbase": ""}).lstrip("/"))
-    (venv / packages / "dependencies.pth").write_text(f"{shared / packages}\n")
-    pip = [python_of(shared), "-m", "pip", "--disable-pip-version-check", "--python", python_of(venv)]
-    run(*pip, "install", "--no-deps", "--no-index", wheel, cwd=venv)
-    return venv / "bin"
+    return wheels.installed(wheel, tmp_path_factory.mktemp("installed") / "venv")
 
 
 def test_the_wheel_has_the_packages_and_nothing_of_tests(wheel: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_stage_that_fails_fails_the_run_and_stops_no_other(checkout: Path) -> 
     assert calls[:3] == ["make system-packages", "make demo", "make test"], "as README has it"
     stages = re.findall(r'^  \[\S+\]="(make .*)"$', (checkout / "clone" / ".ci" / "run").read_text(), re.MULTILINE)
     assert sorted(calls) == sorted(stages), "each once"
-    assert "make soak" in calls, "`make test` leaves these out"
+    assert "make test-faults" in calls, "`make test` leaves these out"
     summary = done.stdout.splitlines()[-1]
     assert re.match(r"ci: FAILED in \d+:\d\d \| system-packages \d+:\d\d \| demo \d+:\d\d FAILED \| test \d", summary)
     assert re.search(r"download.*, 3 MiB on disk$", summary)

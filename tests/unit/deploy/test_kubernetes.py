@@ -19,7 +19,7 @@ from deploy.setup_env import ROOT
 from gateway.api.routes import ROUTES
 from gateway.app import DRAIN_TIMEOUT_S
 from paramserver.daemon.process import DRAIN_S, SERVICE
-from protos.access.key_file import FORBIDDEN
+from protos.access.secret_file import FORBIDDEN
 from protos.options import parse_bytes
 from tests.support.skips import needs
 from tests.unit.deploy.command_lines import check, env_file, words

@@ -17,7 +17,7 @@ from deploy.setup_env import ROOT
 from gateway.app import DRAIN_TIMEOUT_S
 from gateway.engines.embedded.cli import SHUTDOWN_TIMEOUT_S
 from paramserver.daemon.process import DRAIN_S
-from protos.access.key_file import FORBIDDEN
+from protos.access.secret_file import FORBIDDEN
 from protos.errors import InvalidRequest
 from protos.options import parse_bytes
 from tests.support.skips import needs

@@ -139,12 +139,13 @@ async def test_commands_take_their_key_from_the_environment(
     tmp_path: Path, arguments: list[str], who: str, refused: str
 ) -> None:
     async with ScriptedEngine("e0") as e0, controlled(tmp_path, e0) as (found, _):
-        told = await command(found, who, *arguments, found.url)
+        url = found.admin_url if arguments == ["repack", "--url"] else found.url
+        told = await command(found, who, *arguments, url)
         assert told.exit_code == 0, told.output
-        told = await command(found, "", *arguments, found.url)
+        told = await command(found, "", *arguments, url)
         assert (told.exit_code, "the request has no API key" in told.output) == (1, True), told.output
         assert f"set {API_KEY_VARIABLE} to a key of the gateway's key file" in told.output
-        told = await command(found, refused, *arguments, found.url)
+        told = await command(found, refused, *arguments, url)
         assert (told.exit_code, "needs a key with the role admin" in told.output) == (1, True), told.output
 
 

@@ -17,7 +17,7 @@ from gateway.engines.base import EngineFailed
 from gateway.engines.kinds import connect
 from gateway.fleet.fleet import Fleet
 from tests.support.adapters import lent
-from tests.support.keys import Client, controlled
+from tests.support.keys import Client, controlled, operators
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.support.turns import serving_app
 from tests.unit.gateway_api.test_status import gateway
@@ -71,9 +71,9 @@ async def test_a_gateway_for_others_takes_engines_where_it_was_told(tmp_path: Pa
             ({"host": "0.0.0.0", "engine_networks": Networks.parse("10.0.0.0/8")}, 403),
             ({"host": "0.0.0.0", "engine_networks": Networks.parse("127.0.0.0/8")}, 201),
         ):
-            async with controlled(tmp_path, **settings) as (_, client):
+            async with controlled(tmp_path, **settings) as (found, _), operators(found) as client:
                 await client.expect(status, "admin", "POST", "/admin/engines", body)
-        async with controlled(tmp_path, e0, host="0.0.0.0") as (_, client):
+        async with controlled(tmp_path, e0, host="0.0.0.0") as (found, _), operators(found) as client:
             await client.expect(201, "admin", "POST", "/admin/engines", body)  # on a host that --engine names
 
 

@@ -168,7 +168,8 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, A
 async def test_an_insecure_gateway_says_so_in_its_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with ScriptedEngine("e0") as e0, controlled(tmp_path, e0, api_keys=None, insecure=True) as (found, client):
         status = await client.expect(200, "", "GET", "/status")
-        assert status["access"] == {"keys": None, "insecure": True, "agents_may_reward": False, "failure": ""}
+        access = {"keys": None, "insecure": True, "agents_may_reward": False, "failure": "", "admin_listen": ""}
+        assert status["access"] == access
         shown = await asyncio.to_thread(CliRunner().invoke, cli, ["status", "--url", found.url])
         assert "INSECURE: no credentials are asked for" in shown.output
     assert "--insecure: gateway serve on 127.0.0.1 takes no credentials" in caplog.text

@@ -282,7 +282,7 @@ async def test_without_keys_nothing_is_asked_for(tmp_path: Path) -> None:
     async with ScriptedEngine("e0") as e0:
         found = await start(dataclasses.replace(config(tmp_path, e0), insecure=False))
         try:
-            assert len(found._runner.app.middlewares) == 2
+            assert len(found.listener.runner.app.middlewares) == 2
             async with aiohttp.ClientSession(found.url) as http:
                 await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
                 client = Client(http)

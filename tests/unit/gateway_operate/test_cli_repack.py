@@ -49,7 +49,9 @@ async def test_who_does_not_answer_is_named() -> None:
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8080", "ftp://h", "http://"])
 async def test_what_is_no_url_is_told_the_form(url: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"is no gateway's address \(such as http://127\.0\.0\.1:8080\)"):
+    with pytest.raises(
+        InvalidRequest, match=r"is no gateway's address \(such as http://127\.0\.0\.1:8080, or unix:PATH"
+    ):
         await request_plans(url, dry_run=True)
 
 

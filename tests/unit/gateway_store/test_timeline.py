@@ -44,3 +44,16 @@ async def test_an_empty_timeline_answers(tmp_path: Path) -> None:
         await timeline.open()
         assert timeline.read(7, 10) == (7, [])
         await timeline.close()
+
+
+async def test_the_newest_events_come_in_order_and_no_more_than_wanted(tmp_path: Path) -> None:
+    async with Database(tmp_path / "db") as database:
+        timeline = Timeline(database)
+        await timeline.open()
+        assert timeline.newest(0, 10) == []
+        for index in range(25):
+            timeline.add("engine", index=index)
+        assert [event.seq for event in timeline.newest(22, 10)] == [23, 24, 25]
+        assert [event.seq for event in timeline.newest(0, 4)] == [22, 23, 24, 25]
+        assert timeline.newest(25, 10) == []
+        await timeline.close()

@@ -12,8 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from paramserver.cli import cli
+from paramserver.client import RelayClient
 from paramserver.doctor import examine
 from paramserver.host import BUFFER_MIN, FILES_MIN, Host, address_of, judge, judge_clock, look
+from protos.access.etcd import EtcdAccess
 from protos.errors import InvalidRequest
 from protos.findings import Finding
 from tests.support.relays import Relays
@@ -93,7 +95,8 @@ def test_an_interface_gives_its_address_and_an_unknown_one_is_named() -> None:
 
 async def test_ports_that_are_open_and_those_that_are_not(relays: Relays, etcd: str, tmp_path: Path) -> None:
     daemon = relays.start("a", "--bind-interface", "lo", "--max-rate", "1GiB")
-    findings = await examine(tmp_path, 1, etcd, [daemon.ready["grpc"], "127.0.0.1:1"], 5.0)
+    clients = [RelayClient(daemon.ready["grpc"]), RelayClient("127.0.0.1:1")]
+    findings = await examine(tmp_path, 1, etcd, clients, 5.0, EtcdAccess())
     ports = {finding.what: finding.right for finding in findings if "port" in finding.what or "etcd" in finding.what}
     assert ports == {
         "etcd answers in time": True,

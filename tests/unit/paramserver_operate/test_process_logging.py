@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,17 @@ def test_what_others_say_of_themselves_forges_no_line_and_fills_no_log() -> None
     assert line("a\nERROR all is lost\x1b[2J\u2028") == "INFO pin of a\\nERROR all is lost\\x1b[2J\\u2028"
     assert len(line("n" * 30_000_000)) < 10_000
     assert line("Schlüssel 鍵") == "INFO pin of Schlüssel 鍵"
+    assert line("a\u202eb\ud800") == "INFO pin of a\\u202eb\\ud800"
+
+
+def test_a_traceback_forges_no_line_either() -> None:
+    formatter = OneLine("%(levelname)s %(message)s")
+    try:
+        raise ValueError("it said\n2026-11-24T00:00:00.000 ERROR   gateway: all is lost\r\x1b[2J" + "n" * 1_000_000)
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "it failed", (), sys.exc_info())
+    head, *rest = formatter.format(record).split("\n")
+    assert head == "ERROR it failed"
+    assert [line for line in rest if not line.startswith("  ")] == []
+    assert len("".join(rest)) < 40_000
+    assert "\x1b" not in "".join(rest)

@@ -152,7 +152,7 @@ def test_two_changes_within_one_tick_of_the_clock_are_both_seen(tmp_path: Path) 
 
 def test_a_file_that_stays_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "keys", f"agent a {KEY}")
-    monkeypatch.setattr(key_file, "SETTLED_S", -1.0)
+    monkeypatch.setattr("protos.access.secret_file.SETTLED_S", -1.0)
     keys = KeyFile(path)
     monkeypatch.setattr(key_file, "parse_keys", lambda *_: pytest.fail("it is read again"))
     keys.refresh()

@@ -1,7 +1,7 @@
 """Long faults under load: a relay stopped for half a minute, etcd away for a minute, twenty joiners, a slow host.
 
 Beside every relay somebody reads all the time: each version that it gets is whole, none is older than one before. The
-last assertion is the same digests everywhere. `make soak` runs them.
+last assertion is the same digests everywhere. `make test-faults` runs them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.support.survivors import (
     status_of,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 STOPPED_S = 30.0
 AWAY_S = 60.0

@@ -1,0 +1,123 @@
+"""Where a gateway listens: the port of its clients, and the listener of those who operate it.
+
+Invariants:
+- with API keys, or with `--admin-listen`, a route of the operation `operate` is answered by the admin listener alone;
+- a unix socket takes requests of the gateway's user, of root, and of `--admin-group`, and no API key: whoever may
+  connect may read the key file as well. A port takes keys, wherever the gateway has some.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from gateway.api.errors import Handler
+from gateway.api.http_server import BACKLOG, Runner
+from gateway.config import GatewayConfig
+from protos.access.listening import check_listening
+from protos.access.unix_socket import SCHEME, check_peer, group_id, listen_on, peer_of, remove, socket_path
+from protos.errors import InvalidRequest
+from protos.process import cannot_listen
+
+CLOSE_TIMEOUT_S = 0.1  # for handlers, after draining: by default aiohttp would wait for them again
+LOOPBACK_ANY = "127.0.0.1:0"
+"""Where the admin listener is by default: on a free port, which nobody else has."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdminPlace:
+    """Where the admin listener is to be. `path`: of a unix socket; without one, `host` and `port`."""
+
+    host: str = ""
+    port: int = 0
+    path: Path | None = None
+    group: int | None = None
+
+
+def admin_place(config: GatewayConfig) -> AdminPlace | None:
+    """None: one port answers all routes. Raises InvalidRequest for options that contradict each other."""
+    address = config.admin_listen
+    if address is None:
+        if config.admin_group is not None:
+            raise InvalidRequest("--admin-group without a unix socket", hint="add --admin-listen unix:PATH")
+        if config.api_keys is None:
+            return None
+        address = LOOPBACK_ANY
+    if (path := socket_path(address)) is not None:
+        return AdminPlace(path=path, group=None if config.admin_group is None else group_id(config.admin_group))
+    if config.admin_group is not None:
+        raise InvalidRequest("--admin-group is for a unix socket", hint="add --admin-listen unix:PATH")
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    check_listening(
+        "--admin-listen",
+        host,
+        insecure=config.insecure,
+        has_keys=config.api_keys is not None,
+        mend="give --api-keys FILE, a unix socket, or a port of 127.0.0.1",
+    )
+    return AdminPlace(host, int(port))
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Of one application, while it is served. `url`: `http://HOST:PORT`, or `unix:PATH`."""
+
+    url: str
+    runner: web.AppRunner
+    path: Path | None = None
+
+    async def stop(self) -> None:
+        """Takes no more connections; those that are there go on."""
+        for site in list(self.runner.sites):
+            await site.stop()
+
+    async def close(self) -> None:
+        await self.runner.cleanup()
+        if self.path is not None:
+            remove(self.path)
+
+
+async def listen(app: web.Application, host: str, port: int) -> Listener:
+    """Serves `app` at a port. Raises Conflict."""
+    runner = await _runner(app)
+    try:
+        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise cannot_listen(host, port, error) from error
+    shown = f"[{host}]" if ":" in host else host
+    return Listener(f"http://{shown}:{runner.addresses[0][1]}", runner)
+
+
+async def listen_for_admins(app: web.Application, place: AdminPlace) -> Listener:
+    """Serves `app` where the admin listener is to be. Raises Conflict and InvalidRequest."""
+    if place.path is None:
+        return await listen(app, place.host, place.port)
+    sock = listen_on(place.path, place.group)
+    runner = await _runner(app)
+    await web.SockSite(runner, sock, backlog=BACKLOG).start()
+    return Listener(f"{SCHEME}{place.path}", runner, place.path)
+
+
+async def _runner(app: web.Application) -> web.AppRunner:
+    runner = Runner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
+    await runner.setup()
+    return runner
+
+
+def peers_of(place: AdminPlace) -> Middleware:
+    """Of a unix socket: lets requests of those pass who may use it."""
+
+    @web.middleware
+    async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
+        connected = None if request.transport is None else request.transport.get_extra_info("socket")
+        if connected is None:
+            raise ConnectionResetError("the client is gone")
+        check_peer(peer_of(connected.fileno()), place.group)
+        return await handler(request)
+
+    return checked

@@ -1,0 +1,233 @@
+"""`gateway top`: a running gateway in a terminal, as its feed shows it. The dashboard at `/ui` shows the same."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from gateway.core.phases import PHASES
+from gateway.operate.feed_reader import Seen, frames
+from gateway.operate.status_view import engines_table, warnings_of
+from protos.errors import LaminarError, Unavailable
+
+RETRY_S = (0.5, 1.0, 2.0, 5.0)
+DRAWN_PER_S = 2.0
+BAR = 30
+FIXED_LINES = 14
+"""Lines beside those of engines, waits and events."""
+SETTLED_S = 3.0
+"""A connection that brought something so recently was one that worked."""
+EVENTS_SHOWN = 6
+WAITS_SHOWN = 8
+PHASE_STYLE = {"decode": "cyan", "prefill": "magenta", "move": "red", "queue": "yellow", "tool": "bright_black"}
+HIDDEN_FIELDS = frozenset({"seq", "t_unix_s", "kind", "engine", "state", "reason", "error"})
+
+
+async def once(url: str, console: Console | None = None) -> None:
+    """Prints the gateway as it is now. Raises Unavailable, InvalidRequest, Unauthenticated and Forbidden."""
+    seen = Seen()
+    async with aclosing(frames(url, limit=1)) as messages:
+        async for kind, frame in messages:
+            seen.take(kind, frame)
+    if not seen.life:
+        raise Unavailable(f"the feed of {url} ended before its first message")
+    console = console or Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = 10_000  # lines are not broken for a pipe
+    console.print(view(seen, lines=10_000))
+
+
+async def follow(url: str, console: Console | None = None) -> None:
+    """Shows it until cancelled; connects again when the connection ends. Raises what the first connection meets."""
+    console = console or Console(highlight=False)
+    seen, failures = Seen(), 0
+    with Live(Text("connecting"), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                await _show(url, seen, live, console)
+                why = "the gateway ended the connection"
+            except Unavailable as e:
+                if not seen.life:
+                    raise
+                why = str(e)
+            retry_s = RETRY_S[min(failures, len(RETRY_S) - 1)] * random.uniform(0.75, 1.25)
+            failures = 0 if time.time() - seen.t_unix_s < SETTLED_S else failures + 1
+            live.update(view(seen, lines=console.height, away=why), refresh=True)
+            await asyncio.sleep(retry_s)
+
+
+async def _show(url: str, seen: Seen, live: Live, console: Console) -> None:
+    """One connection, to its end."""
+    drawn_at = float("-inf")
+    async with aclosing(frames(url)) as messages:
+        async for kind, frame in messages:
+            seen.take(kind, frame)
+            if (now := time.monotonic()) - drawn_at >= 1 / DRAWN_PER_S:
+                drawn_at = now
+                live.update(view(seen, lines=console.height), refresh=True)
+
+
+def view(seen: Seen, *, lines: int, away: str = "") -> RenderableType:
+    """`lines` of the terminal; `away`: why there is no connection."""
+    status = seen.status
+    waits = [*warnings_of(status), *_relay_troubles(seen.tables["relays"])][:WAITS_SHOWN]
+    events = list(seen.events)[-EVENTS_SHOWN:]
+    room = max(3, lines - FIXED_LINES - len(waits) - len(events) - len(PHASES))
+    return Group(
+        *_head(seen, status, away),
+        *_phases(seen.tables["sessions"]),
+        Text(""),
+        _versions(status["engines"]),
+        Text(""),
+        *_engines(status["engines"], room),
+        Text(""),
+        *_chain(seen.tables["relays"]),
+        *_repack(status, seen.tables["receipts"]),
+        *(Text(f"! {line}", style="yellow", overflow="fold") for line in waits),
+        *(_event(event) for event in events),
+    )
+
+
+def _head(seen: Seen, status: Mapping[str, Any], away: str) -> Iterator[Text]:
+    sessions, buffer = status["sessions"], status["buffer"]
+    clock = time.strftime("%H:%M:%S", time.localtime(seen.t_unix_s))
+    title = Text.assemble(
+        ("Laminar ", "bold"), f"{status['model']}, mode {status['mode']}, version {status['newest_version']}"
+    )
+    title.append(f" (the trainer's {status['trainer_version']}), {clock}")
+    if seen.restarts:
+        title.append(f", restarted {seen.restarts} times while watched")
+    yield title
+    if away:
+        yield Text(f"no connection: {away}; this is of {clock}, trying again", style="bold red")
+    yield Text(
+        f"{status['tokens_per_s']:.0f} tokens/s; sessions {sessions['live']}, turns running "
+        f"{sessions['running_turns']}, waiting {sessions['queued']}; buffer {buffer['trajectories']}, leased "
+        f"{buffer['leased']}; staleness of tokens {_mean(status['staleness']['generation'])}"
+    )
+    admission = status["admission"]
+    if admission["bound"] is not None:
+        counted = admission["running"] + admission["buffered"]
+        yield Text(f"admission {counted} of {admission['bound']}{', full' if admission['full'] else ''}")
+    pool = status["prompt_pool"]
+    if pool["tasks"] or pool["leased"]:
+        yield Text(f"prompt pool {pool['tasks']} tasks, {pool['leases']} samples leased, {pool['finished']} finished")
+
+
+def _mean(histogram: Mapping[str, int]) -> str:
+    total = sum(histogram.values())
+    return f"{sum(int(behind) * n for behind, n in histogram.items()) / total:.2f}" if total else "none yet"
+
+
+def _phases(sessions: Mapping[str, Sequence[Any]]) -> Iterator[Text]:
+    counts = Counter(row[0] for row in sessions.values())
+    for phase in PHASES:
+        if counts[phase]:
+            yield _bar(phase, counts[phase], len(sessions), f"{counts[phase]}", PHASE_STYLE.get(phase, "green"))
+
+
+def _bar(name: str, part: int, whole: int, text: str, style: str) -> Text:
+    filled = round(BAR * part / max(1, whole))
+    return Text.assemble(f"{name:8.8} ", ("█" * filled, style), ("·" * (BAR - filled), "bright_black"), f" {text}")
+
+
+def _versions(engines: Sequence[Mapping[str, Any]]) -> RenderableType:
+    if not engines:
+        return Text("no engine yet")
+    by = Counter(engine["version"] for engine in engines)
+    running = Counter[int]()
+    for engine in engines:
+        running[engine["version"]] += engine["running"]
+    newest = max(by)
+    return Group(
+        *(
+            _bar(
+                f"v{v}",
+                by[v],
+                len(engines),
+                f"{by[v]} engines, {running[v]} turns",
+                "green" if v == newest else "bright_black",
+            )
+            for v in sorted(by, reverse=True)
+        )
+    )
+
+
+def _engines(engines: Sequence[Mapping[str, Any]], room: int) -> Iterator[RenderableType]:
+    """Those that do not serve first."""
+    order = sorted(engines, key=lambda engine: (engine["state"] == "serving", engine["name"]))
+    if engines:
+        yield engines_table(order[:room])
+    if len(order) > room:
+        yield Text(f"and {len(order) - room} engines more", style="bright_black")
+
+
+def _chain(relays: Mapping[str, Any]) -> Iterator[Text]:
+    for address, relay in relays.items():
+        if relay.get("error"):
+            yield Text(f"relay {address}: {relay['error']}", style="red", overflow="fold")
+    known = [relay for relay in relays.values() if relay.get("model")]
+    if not known:
+        return
+    best = next((relay for relay in known if relay["model"]["master"] == relay["relay"]), known[0])
+    hops = [_hop(hop, best["model"]["master"]) for hop in best["model"]["hops"]]
+    yield Text("chain " + " → ".join(hops), overflow="fold")
+
+
+def _hop(hop: Mapping[str, Any], master: str) -> str:
+    rate = f" {hop['rate_bytes_s'] / 2**20:.0f} MiB/s" if hop["rate_bytes_s"] else ""
+    notes = ["master"] if hop["relay"] == master else []
+    notes += [] if hop["alive"] else ["away"]
+    notes += [f"slow: {hop['slow']}"] if hop["slow"] else []
+    return str(hop["relay"]) + rate + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _relay_troubles(relays: Mapping[str, Any]) -> list[str]:
+    return [f"relay {relay['relay']}: {relay['trouble']}" for relay in relays.values() if relay.get("trouble")]
+
+
+def _repack(status: Mapping[str, Any], receipts: Mapping[str, Any]) -> Iterator[RenderableType]:
+    for plan in status["repack"]["plans"]:
+        freed = ", ".join(plan["freed"][:4]) or "no engine"
+        yield Text(f"repack of version {plan['version']}: frees {freed} by {plan['moves']} moves")
+    newest = sorted(receipts.values(), key=lambda one: -one["number"])[:3]
+    if newest:
+        table = Table("emptied", "version", "moves", "price", "gain", box=None, pad_edge=False)
+        for one in newest:
+            row = [f"v{one['version']}", str(one["num_moves"]), _pair(one["price_s"]), _pair(one["gain_s"])]
+            table.add_row(one["engine"], *row)
+        yield table
+
+
+def _pair(figures: Mapping[str, float | None]) -> str:
+    measured = figures["measured"]
+    return f"{figures['estimated']:.2f} s, measured {'…' if measured is None else f'{measured:.2f} s'}"
+
+
+def _event(event: Mapping[str, Any]) -> Text:
+    clock = time.strftime("%H:%M:%S", time.localtime(event["t_unix_s"]))
+    rest = [f"{name} {value}" for name, value in event.items() if name not in HIDDEN_FIELDS]
+    words = ", ".join(
+        str(word) for word in (event.get("state"), event.get("reason"), event.get("error"), *rest) if word
+    )
+    line = Text(no_wrap=True, overflow="ellipsis", style="bright_black")
+    return line.append(f"{clock} {event['kind']} {event.get('engine', '')} {words}")
+
+
+async def run(url: str, *, only_once: bool) -> None:
+    if only_once:
+        await once(url)
+        return
+    if not Console().is_terminal:
+        raise LaminarError("standard output is no terminal", hint="add --once")
+    await follow(url)

@@ -1,0 +1,77 @@
+"""Who may do what at a relay with credentials: the one table of gRPC methods, operations and roles. Pure.
+
+An interceptor enforces it (`paramserver.daemon.access`), and docs/security.md shows it.
+
+Invariants:
+- a method without an operation is refused to everybody;
+- a role that stands in `own` may do it at the relay of its own name alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from protos.access.fleet import FLEET_ROLES, FleetRole, Identity
+
+_RELAY = "/laminar.v1.Relay/"
+_HEALTH = "/grpc.health.v1.Health/"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """`roles` may do it; those of `own` only to the relay whose certificate has their own name."""
+
+    name: str
+    what: str
+    roles: frozenset[FleetRole]
+    own: frozenset[FleetRole] = frozenset()
+
+    @property
+    def needs(self) -> str:
+        """The roles that may do it, in words."""
+        return " or ".join(role for role in FLEET_ROLES if role in self.roles)
+
+
+def _operation(name: str, what: str, *roles: FleetRole, own: tuple[FleetRole, ...] = ()) -> Operation:
+    return Operation(name, what, frozenset(roles), frozenset(own))
+
+
+LOOK = _operation("look", "health, status, versions, stages, and who is master", *FLEET_ROLES)
+PIN = _operation("pin", "acquire, renew and release versions", "relay", "trainer", "engine-host", "gateway", "admin")
+REPORT = _operation("report", "report that an engine could not load", "trainer", "engine-host", "gateway", "admin")
+PUBLISH = _operation("publish", "claim a run; announce, commit and abort versions", "trainer", "admin")
+DRAIN = _operation("drain", "take a relay out of the chain", "admin", own=("relay",))
+DROP = _operation("drop", "end a model with all its versions; relays pass it on to the master", "admin", "relay")
+ADOPT = _operation("adopt", "join a registry that replaced another", "admin")
+OPERATIONS = (LOOK, PIN, REPORT, PUBLISH, DRAIN, DROP, ADOPT)
+
+METHODS: Mapping[str, Operation] = {
+    **{f"{_RELAY}{name}": LOOK for name in ("Status", "Versions", "Watch", "Locate", "Stage")},
+    **{f"{_RELAY}{name}": PIN for name in ("Acquire", "Renew", "Release")},
+    f"{_RELAY}ReportLoad": REPORT,
+    **{f"{_RELAY}{name}": PUBLISH for name in ("HoldRun", "Announce", "Commit", "Abort")},
+    f"{_RELAY}Drain": DRAIN,
+    f"{_RELAY}Drop": DROP,
+    f"{_RELAY}Adopt": ADOPT,
+    **{f"{_HEALTH}{name}": LOOK for name in ("Check", "List", "Watch")},
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": LOOK,
+}
+"""Every method that a relay serves, by its path in gRPC."""
+
+
+def refusal(method: str, caller: Identity, relay: str) -> str:
+    """Why `caller` may not call `method` at the relay whose certificate has the name `relay`; "" if it may."""
+    operation = METHODS.get(method)
+    if operation is None:
+        return "this method has no operation that a role could be allowed"
+    if caller.role in operation.roles:
+        return ""
+    if caller.role not in operation.own:
+        return f"the certificate of {caller} does not allow: {operation.what}"
+    return "" if caller.name == relay else f"{caller} may do this at its own relay alone, not at {relay}'s"
+
+
+def hint(method: str) -> str:
+    operation = METHODS.get(method)
+    return f"this needs a certificate with the role {operation.needs}" if operation is not None else ""

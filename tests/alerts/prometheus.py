@@ -1,0 +1,155 @@
+"""A real Prometheus over real daemons, with the rules of deploy/prometheus in which a minute has become a second."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import pytest
+import yaml
+
+from deploy.setup_env import ROOT
+from tests.support.fleet import until
+from tests.support.processes import Daemon
+from tests.support.skips import needs
+
+FOLDER = ROOT / "deploy/prometheus"
+BINARY = shutil.which("prometheus", path=f"{os.environ.get('PATH', '')}:/usr/local/bin:/usr/bin")
+INTERVAL = "1s"
+POLL_S = 0.25
+THRESHOLDS = {"LaminarNoNewVersion": ("> 3600", "> 60")}
+"""Thresholds that are a time."""
+_DURATION = re.compile(r"\b(\d+)([mh])\b")
+
+
+def _quick(text: str) -> str:
+    return _DURATION.sub(lambda found: f"{int(found[1]) * (60 if found[2] == 'h' else 1)}s", text)
+
+
+def quickened(rules: Mapping[str, Any]) -> dict[str, Any]:
+    """The same rules, in which each `for:`, range and threshold of time is shorter by a factor of 60, and nothing else
+    differs."""
+
+    def rule(given: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(given)
+        found["expr"] = re.sub(r"\[\w+\]", lambda range_: _quick(range_[0]), given["expr"])
+        if "for" in given:
+            found["for"] = _quick(given["for"])
+        if given["alert"] in THRESHOLDS:
+            before, after = THRESHOLDS[given["alert"]]
+            assert found["expr"].endswith(before)
+            found["expr"] = found["expr"].removesuffix(before) + after
+        return found
+
+    return {"groups": [{**group, "rules": [rule(one) for one in group["rules"]]} for group in rules["groups"]]}
+
+
+def alerts() -> list[str]:
+    """The names of all alerts, in the order of the rules."""
+    groups = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
+    return [rule["alert"] for group in groups for rule in group["rules"]]
+
+
+def write_configuration(directory: Path, targets: Mapping[str, Sequence[str]]) -> Path:
+    """The example's configuration, with these targets for its jobs, and without keys: no daemon here asks for one."""
+    config = yaml.safe_load((FOLDER / "scrape.yaml").read_text())
+    config["global"] = {"scrape_interval": INTERVAL, "evaluation_interval": INTERVAL}
+    jobs = [job for job in config["scrape_configs"] if job["job_name"] in targets]
+    assert {job["job_name"] for job in jobs} == set(targets)
+    for job in jobs:
+        job.pop("authorization", None)
+        job["static_configs"] = [{"targets": list(targets[job["job_name"]])}]
+    config["scrape_configs"] = jobs
+    rules = yaml.safe_load((FOLDER / "alerts.yaml").read_text())
+    (directory / "alerts.yaml").write_text(yaml.safe_dump(quickened(rules)))
+    path = directory / "prometheus.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@dataclass
+class Prometheus:
+    """`with Prometheus(...) as prometheus`: serves until the end."""
+
+    directory: Path
+    port: int
+    targets: Mapping[str, Sequence[str]]
+    daemon: Daemon = field(init=False)
+
+    def __enter__(self) -> Self:
+        if BINARY is None:
+            pytest.skip(needs("no prometheus (Debian's)", "make system-packages"))
+        config = write_configuration(self.directory, self.targets)
+        command = [BINARY, f"--config.file={config}", f"--storage.tsdb.path={self.directory / 'tsdb'}"]
+        path = self.directory / "prometheus.log"
+        with path.open("ab") as log:
+            process = subprocess.Popen(
+                [*command, f"--web.listen-address=127.0.0.1:{self.port}"], stdout=log, stderr=log
+            )
+        self.daemon = Daemon("prometheus", process, path)
+        try:
+            until(self._ready, "Prometheus")
+        except BaseException:
+            self.daemon.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.daemon.stop()
+
+    def _ready(self) -> bool:
+        assert self.daemon.process.poll() is None, self.daemon.log()[-3000:]
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}/-/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """The labels and the value of each series."""
+        answer = httpx.get(f"http://127.0.0.1:{self.port}/api/v1/query", params={"query": expression}).json()
+        assert answer["status"] == "success", answer
+        return [(series["metric"], float(series["value"][1])) for series in answer["data"]["result"]]
+
+
+@dataclass
+class Watch:
+    """What fires, by alert and instance (or model), with the time when it was first seen; polled in a thread."""
+
+    prometheus: Prometheus
+    seen: dict[tuple[str, str], float] = field(default_factory=dict)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def __enter__(self) -> Self:
+        self._polling = self._thread.submit(self._poll)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.shutdown()
+
+    def fires(self, alert: str, where: str) -> bool:
+        if self._polling.done():
+            self._polling.result()
+        return (alert, where) in self.seen
+
+    def forget(self, alert: str, where: str) -> None:
+        """Counts only what fires from now on."""
+        self.seen.pop((alert, where), None)
+
+    def _poll(self) -> None:
+        while not self._stop.wait(POLL_S):
+            # The last seconds, not this instant: an alert without `for` may fire between two polls.
+            for labels, _ in self.prometheus.query('last_over_time(ALERTS{alertstate="firing"}[2s])'):
+                where = labels.get("instance") or labels["model"]
+                self.seen.setdefault((labels["alertname"], where), time.monotonic())
