@@ -33,12 +33,13 @@ from paramserver.host import address_of
 from paramserver.membership.etcd import CALL_TIMEOUT_S, START_TIMEOUT_S, EtcdRegistry
 from paramserver.memory import stored
 from paramserver.memory.pool import Pool
-from paramserver.memory.private import group_id, keep_private
+from paramserver.memory.private import keep_private
 from paramserver.memory.store import Snapshot, Store
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.recovery import offer_again, skip_earlier_numbers
 from protos.access.credentials import Credentials
 from protos.access.listening import check_listening, is_loopback, warn_insecure
+from protos.access.unix_socket import group_id
 from protos.errors import Conflict, Corrupt, InvalidRequest, OutOfCapacity
 from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
 from protos.process import cannot_listen
@@ -141,7 +142,7 @@ async def relay_process(
         data.serve_tcp(listener)
         socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir)
         if socket_path is not None:
-            data.serve_unix(socket_path, group=group_id(config.group))
+            data.serve_unix(socket_path, group=_group(config))
 
         await lease.take()
         stack.push_async_callback(lease.leave)
@@ -175,7 +176,7 @@ async def relay_process(
 
 async def _open_store(config: RelayConfig, stack: contextlib.AsyncExitStack) -> tuple[Store, list[Snapshot]]:
     """The pool, touched, and what an earlier life left whole in it."""
-    keep_private(config.pool_dir, group_id(config.group), "--pool-dir")
+    keep_private(config.pool_dir, _group(config), "--pool-dir")
     left = stored.find(config.pool_dir)
     pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.paths])
     store = Store(pool, left)
@@ -210,7 +211,7 @@ def _member(config: RelayConfig, grpc_address: str, data_address: str) -> Member
 def _open_spill(config: RelayConfig, lease: MemberLease, stack: contextlib.AsyncExitStack) -> Spill | None:
     if config.spill is None:
         return None
-    keep_private(config.spill, group_id(config.group), "--spill")
+    keep_private(config.spill, _group(config), "--spill")
     loop = asyncio.get_running_loop()
 
     def changed(versions: list[tuple[str, int]]) -> None:
@@ -278,6 +279,11 @@ async def _report_health(checks: health.aio.HealthServicer, lease: MemberLease) 
 async def _cancel(task: asyncio.Future[None]) -> None:
     task.cancel()
     await asyncio.wait([task])
+
+
+def _group(config: RelayConfig) -> int | None:
+    """The group of `--group`, by its number. InvalidRequest for one that this host does not have."""
+    return group_id(config.group) if config.group else None
 
 
 def _socket_path(pool_dir: Path) -> Path:

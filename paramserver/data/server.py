@@ -20,11 +20,12 @@ from typing import Protocol
 
 from paramserver.background import FailureLog
 from paramserver.core.records import Epoch, digest
-from paramserver.data import frames, peers
+from paramserver.data import frames
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TransportFailed
 from paramserver.data.nixl.lender import NixlLender
 from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.memory.store import Snapshot
+from protos.access.unix_socket import admits, peer_of
 from protos.errors import Conflict, Corrupt, Forbidden, LaminarError, NotFound, OutOfCapacity, StaleEpoch
 
 log = logging.getLogger(__name__)
@@ -409,9 +410,9 @@ def _take_chunk(sock: socket.socket, snapshot: Snapshot, header: Header) -> None
 def _check_user(sock: socket.socket, group: int | None) -> None:
     """Forbidden unless the process that connected runs as this user, root, or in `group`. Whatever the socket's mode:
     that stands a moment after it is there, and may be changed."""
-    user, member = peers.user_of(sock), group is not None and group in peers.groups_of(sock)
-    if user not in (0, os.geteuid()) and not member:
-        raise Forbidden(f"user {user} may not publish through the memory of this relay", hint="--group")
+    peer = peer_of(sock.fileno())
+    if not admits(peer, group):
+        raise Forbidden(f"user {peer.uid} may not publish through the memory of this relay", hint="--group")
 
 
 def _check_epoch(snapshot: Snapshot, epoch: Epoch | None) -> None:

@@ -6,7 +6,6 @@ is made belongs to that group, too.
 
 from __future__ import annotations
 
-import grp
 import logging
 import os
 import stat
@@ -17,16 +16,6 @@ from protos.errors import InvalidRequest, Unavailable
 log = logging.getLogger(__name__)
 
 OWNER_ALONE, WITH_GROUP = 0o700, 0o2750
-
-
-def group_id(name: str) -> int | None:
-    """The number of a group of this host; None for no name. InvalidRequest for one that is not there."""
-    if not name:
-        return None
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError as error:
-        raise InvalidRequest(f"--group {name[:80]!r}: this host has no such group", hint="getent group") from error
 
 
 def keep_private(directory: Path, group: int | None, option: str) -> None:

@@ -113,9 +113,14 @@ def peer_of(descriptor: int) -> Peer:
     return Peer(pid, uid, frozenset([gid, *struct.unpack(f"{len(more) // 4}I", more)]))
 
 
+def admits(peer: Peer, group: int | None) -> bool:
+    """Whether the peer is this process's user, root, or of `group`."""
+    return peer.uid in (0, os.geteuid()) or (group is not None and group in peer.groups)
+
+
 def check_peer(peer: Peer, group: int | None = None) -> None:
-    """Raises Forbidden unless the peer is this process's user, root, or of `group`."""
-    if peer.uid not in (0, os.geteuid()) and (group is None or group not in peer.groups):
+    """Raises Forbidden for a peer that is not admitted."""
+    if not admits(peer, group):
         raise Forbidden(
             f"user {peer.uid} may not use this socket",
             hint="it is for the daemon's own user and root" + ("" if group is None else f", and for group {group}"),

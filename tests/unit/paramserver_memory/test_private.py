@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.data import peers, server
-from paramserver.memory.private import group_id, keep_private
+from paramserver.data import server
+from paramserver.memory.private import keep_private
+from protos.access.unix_socket import Peer, group_id, peer_of
 from protos.errors import Forbidden, InvalidRequest, Unavailable
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: to be several users")
@@ -80,7 +81,6 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_a_group_has_to_be_there() -> None:
-    assert group_id("") is None
     assert group_id(GROUP.gr_name) == GROUP.gr_gid
     with pytest.raises(InvalidRequest, match="no such group"):
         group_id("no such group")
@@ -105,8 +105,8 @@ def test_the_kernel_says_who_connected(open_directory: Path, group: int, extra: 
             os._exit(0)
         sock, _ = listener.accept()
         with sock:
-            assert peers.user_of(sock) == NOBODY
-            assert peers.groups_of(sock) == {group, *extra}
+            peer = peer_of(sock.fileno())
+            assert (peer.uid, peer.groups) == (NOBODY, {group, *extra})
         os.waitpid(client, 0)
 
 
@@ -123,8 +123,7 @@ def test_the_kernel_says_who_connected(open_directory: Path, group: int, extra: 
 def test_the_unix_socket_is_for_this_user_root_and_the_group(
     monkeypatch: pytest.MonkeyPatch, user: int, groups: set[int], group: int | None, may: bool
 ) -> None:
-    monkeypatch.setattr(peers, "user_of", lambda sock: user)
-    monkeypatch.setattr(peers, "groups_of", lambda sock: groups)
+    monkeypatch.setattr(server, "peer_of", lambda descriptor: Peer(1, user, frozenset(groups)))
     with socket.socket(socket.AF_UNIX) as sock:
         if may:
             server._check_user(sock, group)
