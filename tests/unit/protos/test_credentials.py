@@ -45,7 +45,7 @@ def test_an_identity_is_one_uri_and_back(role: str) -> None:
         ["https://relay/x"],
         ["laminar://relay/a", "laminar://admin/a"],
         ["laminar://relay/a", "laminar://relay/a"],
-        ["laminar://root/a"],
+        ["laminar://superuser/a"],
         ["laminar://relay"],
         ["laminar://relay/"],
         ["laminar://relay/a/b"],
