@@ -105,15 +105,15 @@ class Reading:
         return newest[-1].seq if newest else after, [_flat(event) for event in found]
 
     async def follow(self) -> None:
-        """Asks the relays for their status, again and again."""
+        """Queries the relays for their status, again and again."""
         self._reported_at, self._relays = float("-inf"), {}  # what was read for those who watched before is old
         while True:
             addresses = self._parts.fleet.relays.addresses()[:RELAYS_MAX]
-            rows = await asyncio.gather(*map(self._ask_relay, addresses))
+            rows = await asyncio.gather(*map(self._query_relay, addresses))
             self._relays = dict(zip(addresses, rows, strict=True))
             await asyncio.sleep(RELAYS_S)
 
-    async def _ask_relay(self, address: str) -> Mapping[str, Any]:
+    async def _query_relay(self, address: str) -> Mapping[str, Any]:
         try:
             async with asyncio.timeout(RELAYS_S):
                 status = await rpc_result(self._parts.fleet.relays.client(address).status())
