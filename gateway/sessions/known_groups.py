@@ -17,6 +17,8 @@ GROUPS_MAX = 10_000
 
 
 class KnownGroups:
+    """A bounded map. What becomes of a group is `GroupRegistry`'s to decide."""
+
     def __init__(self) -> None:
         self._groups: OrderedDict[GroupId, Group] = OrderedDict()
 
