@@ -23,6 +23,7 @@ pytest_plugins = [
     "tests.support.etcd",
     "tests.support.fleet_credentials",
     "tests.support.guarded_etcd",
+    "tests.support.open_directory",
     "tests.support.ports",
     "tests.support.redis_servers",
     "tests.support.relays",

@@ -9,8 +9,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +30,6 @@ from tests.unit.gateway_api.test_status import config, gateway
 FOREIGN_UID = 65_534
 CHANGES = (("POST", "/admin/engines"), ("DELETE", "/admin/engines/e0"), ("POST", "/admin/repack"))
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason=needs("another user's process can be started", "root"))
-
-
-@pytest.fixture
-def short_dir() -> Iterator[Path]:
-    """A directory whose path leaves room for a socket's name, which pytest's own does not everywhere."""
-    with tempfile.TemporaryDirectory(prefix="gw-") as directory:
-        Path(directory).chmod(0o755)
-        yield Path(directory)
 
 
 async def refused_on_the_port_of_all(client: Any, who: str, where: str) -> None:
@@ -91,8 +81,8 @@ async def test_without_keys_one_port_answers_everything_unless_it_is_asked_for(t
         await admin.expect(200, "", "POST", "/admin/repack")
 
 
-async def test_a_unix_socket_is_its_owners_and_takes_no_keys(tmp_path: Path, short_dir: Path) -> None:
-    path = short_dir / "admin.sock"
+async def test_a_unix_socket_is_its_owners_and_takes_no_keys(tmp_path: Path, open_directory: Path) -> None:
+    path = open_directory / "admin.sock"
     async with ScriptedEngine("e0") as e0, controlled(tmp_path, e0, admin_listen=f"unix:{path}") as (found, client):
         assert found.admin_url == f"unix:{path}"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -136,8 +126,8 @@ async def asked_by(path: Path, uid: int, *groups: int) -> str:
 
 
 @root_only
-async def test_other_users_are_refused_even_where_the_file_lets_them_in(tmp_path: Path, short_dir: Path) -> None:
-    path = short_dir / "admin.sock"
+async def test_other_users_are_refused_even_where_the_file_lets_them_in(tmp_path: Path, open_directory: Path) -> None:
+    path = open_directory / "admin.sock"
     async with controlled(tmp_path, admin_listen=str(path)):
         assert await asked_by(path, FOREIGN_UID) == "the kernel refuses"
         path.chmod(0o666)
@@ -146,8 +136,8 @@ async def test_other_users_are_refused_even_where_the_file_lets_them_in(tmp_path
 
 
 @root_only
-async def test_a_group_may_be_let_in(tmp_path: Path, short_dir: Path) -> None:
-    path = short_dir / "admin.sock"
+async def test_a_group_may_be_let_in(tmp_path: Path, open_directory: Path) -> None:
+    path = open_directory / "admin.sock"
     named = next(entry for entry in grp.getgrall() if entry.gr_gid not in (0, 65_534))
     async with controlled(tmp_path, admin_listen=str(path), admin_group=named.gr_name):
         found = path.stat()
@@ -159,9 +149,9 @@ async def test_a_group_may_be_let_in(tmp_path: Path, short_dir: Path) -> None:
 
 
 async def test_a_socket_is_not_taken_from_whoever_listens(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, short_dir: Path
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, open_directory: Path
 ) -> None:
-    path = short_dir / "admin.sock"
+    path = open_directory / "admin.sock"
     async with gateway(tmp_path, admin_listen=str(path)) as (found, _):
         with pytest.raises(LaminarError, match="another process listens on"):
             await start(dataclasses.replace(config(tmp_path_factory.mktemp("other")), admin_listen=str(path)))

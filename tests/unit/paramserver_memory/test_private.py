@@ -7,8 +7,6 @@ import os
 import socket
 import stat
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +19,6 @@ from protos.errors import Forbidden, InvalidRequest, Unavailable
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: to be several users")
 NOBODY = 65534
 GROUP = next(one for one in grp.getgrall() if one.gr_gid not in (0, NOBODY))
-
-
-@pytest.fixture
-def open_directory() -> Iterator[Path]:
-    """One that every user gets into: pytest's own are root's."""
-    with tempfile.TemporaryDirectory(prefix="laminar-test-", dir="/dev/shm") as found:
-        os.chmod(found, 0o755)  # noqa: S103 - so that only the folder below it keeps others out
-        yield Path(found)
 
 
 def mode(path: Path) -> int:
