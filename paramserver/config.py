@@ -8,7 +8,7 @@ from __future__ import annotations
 import getpass
 import re
 import socket
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ from protos.access.listening import INSECURE
 from protos.engines import ENGINE_KINDS, check_kind, is_address
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Size
+from protos.telemetry.options import TelemetryConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -130,6 +131,7 @@ class RelayConfig:
     chunk_bytes: Annotated[
         int | None, Size(), Flag(show_default="from measured hops"), "Size of chunks, 4KiB to 1GiB."
     ] = None
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     @property
     def reached_by(self) -> str:

@@ -36,6 +36,7 @@ from gateway.store import Timeline
 from gateway.store.lineage import LineageStore
 from protos.engines import check_relay
 from protos.errors import Conflict, NotFound, Unavailable
+from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Fleet:
         adapters: AdapterContext,
         lineage: LineageStore | None = None,
         context_tokens: int = 0,
+        tracer: Tracer | None = None,
     ) -> None:
         self.config = config
         self.state = state
@@ -92,6 +94,7 @@ class Fleet:
             interrupt=self.places.interrupt,
             reconcile=self.reconcile,
             probes=config.probe,
+            tracer=tracer,
         )
 
     async def __aenter__(self) -> Fleet:

@@ -29,6 +29,7 @@ from gateway.core.groups import GiveUp, Resample
 from gateway.core.lengths import SessionDurations
 from gateway.core.rewards import Given, note, revised, turn_of
 from gateway.core.sessions import SessionState
+from gateway.core.spans import session_span
 from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
 from gateway.experience.stores import Undelivered
@@ -362,6 +363,8 @@ class Endings:
             **environment(state.spec),
             **fields,
         )
+        if (tracer := self._live.tracer) is not None and (trace := state.spec.trace) is not None and trace.sampled:
+            tracer.record(session_span(state, trace, ended.how, unix_s()))
         self._sessions.forget(state, ended)
 
 

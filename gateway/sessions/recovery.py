@@ -69,7 +69,8 @@ def _state(
     since = time.time() - sessions.config.idempotency_window_s
     if all(not t.record.request.origin.unnamed or (t.ended_unix_s or since + 1) < since for t in turns):
         return None
-    return sessions.live.restore(SessionSpec(session_id, GroupId(session_id), ephemeral=True, train=False))
+    trace = turns[0].record.request.origin.trace
+    return sessions.live.restore(SessionSpec(session_id, GroupId(session_id), ephemeral=True, train=False, trace=trace))
 
 
 def _restore_turns(

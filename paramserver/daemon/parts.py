@@ -34,6 +34,7 @@ from paramserver.relay.pins import RelayPins
 from paramserver.relay.reconciler import Reconciler
 from paramserver.relay.relay import Relay
 from paramserver.relay.watchers import Watchers
+from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class RelayParts:
         nixl: NixlProcesses | None = None,
         bind_host: str = "",
         dial: Callable[[str], RelayClient] = dial_briefly,
+        tracer: Tracer | None = None,
     ) -> None:
         """`bind_host`: the address that connections to other relays come from; "": any. `dial`: see MasterDuties."""
         self.config, self.lease, self.store, self.spill = config, lease, store, spill
@@ -73,6 +75,7 @@ class RelayParts:
             spill=spill,
             tasks=self.tasks,
             changes=self.changes,
+            tracer=tracer,
         )
         self.relay = Relay(
             lease,
@@ -91,6 +94,8 @@ class RelayParts:
             models=self.models,
             drafts=self.drafts,
             relay_tasks=self.tasks,
+            relay_name=config.name,
+            tracer=tracer,
         )
         self.claims = RunClaims(self.elections, self.drafts, self.sealer, self.changes)
         self.duties = MasterDuties(
@@ -109,6 +114,7 @@ class RelayParts:
             claims=self.claims,
             sealer=self.sealer,
             comparison=Comparison(self.models, store, self.refused_loads),
+            tracer=tracer,
         )
 
     async def run(self) -> None:

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from paramserver.config import RelayConfig
 from paramserver.core.records import Member, RegisteredEngine
-from paramserver.daemon.metrics import serve_metrics
+from paramserver.daemon.metrics import export_metrics, serve_metrics
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.provider import SnapshotProvider
 from paramserver.daemon.service import RelayService
@@ -39,6 +39,7 @@ from protos.access.listening import check_listening, warn_insecure
 from protos.errors import Conflict, Corrupt, OutOfCapacity
 from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
 from protos.process import cannot_listen
+from protos.telemetry import options as telemetry_options
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,9 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
     grpc_address = _bind(server, config)
     async with contextlib.AsyncExitStack() as stack:
         # Closing runs in the reverse order: streams end, control stops taking calls, fetches end, the lease is revoked,
-        # the data port closes, and last the memory goes.
+        # the data port closes, the memory goes, and last the telemetry.
+        telemetry = telemetry_options.start(config.telemetry, "laminar-relay", relay=config.name)
+        stack.push_async_callback(asyncio.to_thread, telemetry.close)
         registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S)
         stack.push_async_callback(registry.close)
         store, found = await _open_store(config, stack)
@@ -107,7 +110,7 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         lease = MemberLease(registry, _member(config, grpc_address, data_address), ttl_s=config.lease_ttl_s)
         spill = _open_spill(config, lease, stack)
         bind_host = data_host if config.bind_interface else ""
-        parts = RelayParts(config, lease, store, spill=spill, nixl=nixl, bind_host=bind_host)
+        parts = RelayParts(config, lease, store, spill=spill, nixl=nixl, bind_host=bind_host, tracer=telemetry.tracer)
 
         data = DataServer(SnapshotProvider(parts), max_rate=config.max_rate, nixl=nixl)
         stack.push_async_callback(asyncio.to_thread, data.close)
@@ -140,6 +143,8 @@ async def relay_process(config: RelayConfig) -> AsyncIterator[tuple[dict[str, st
         if config.metrics_port is not None:
             addresses["metrics"], stop_metrics = serve_metrics(config.host, config.metrics_port, parts, data)
             stack.push_async_callback(asyncio.to_thread, stop_metrics)
+        if telemetry.meter is not None:
+            export_metrics(telemetry.meter, parts, data)
         await server.start()
         stack.push_async_callback(server.stop, DRAIN_S)
         stack.callback(parts.end_streams)

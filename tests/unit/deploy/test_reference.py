@@ -15,7 +15,6 @@ from gateway.api.openapi import schema
 from gateway.operate.metrics import METRICS as OF_GATEWAY
 from gateway.runtime.counters import Counters
 from paramserver.daemon.metrics import METRICS as OF_RELAY
-from paramserver.daemon.metrics import add_instrument
 from protos.laminar.v1 import relay_pb2
 from tests.unit.deploy.command_lines import COMMANDS
 
@@ -279,6 +278,6 @@ def test_every_table_has_as_many_cells_in_each_row(name: str) -> None:
 
 
 def test_metric_names_come_from_a_scrape() -> None:
-    served = {metric.name: family.type for metric, family in metrics.served(OF_RELAY, add_instrument)}
+    served = {metric.name: family.type for metric, family in metrics.served(OF_RELAY)}
     assert served["laminar_relay_sent"] == "counter"
     assert served["laminar_relay_pins"] == "gauge"
