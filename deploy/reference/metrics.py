@@ -35,8 +35,8 @@ RUNNER = """
 `agents-env run --metrics-port PORT` serves them at `/metrics`, on loopback.
 """
 PROCESS = """
-All of them serve those of Prometheus' client library for Python, too. A relay also serves `target_info`, whose label `relay`
-is its name.
+All of them serve those of Prometheus' client library for Python, too. A relay also serves `target_info`, whose label
+`relay` is its name.
 """
 
 
