@@ -163,9 +163,8 @@ async def start(config: GatewayConfig) -> Gateway:
     codec = Codec.load(config.tokenizer)
     async with AsyncExitStack() as stack:
         telemetry = start_telemetry(config.telemetry, "laminar-gateway", model=config.model)
-        stack.push_async_callback(
-            asyncio.to_thread, telemetry.close
-        )  # last, and beside this loop: it reads metrics here
+        # Last, and beside this loop, on which it reads the metrics once more.
+        stack.push_async_callback(asyncio.to_thread, telemetry.close)
         registry = await EtcdRegistry.connect(config.etcd) if config.etcd is not None else None
         if registry is not None:
             stack.push_async_callback(registry.close)

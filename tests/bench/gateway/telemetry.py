@@ -1,10 +1,10 @@
 """Processor time of the gateway's token path with telemetry exported, over the same without.
 
-Method. Two gateways run at once in front of the same mock engines, one with `--otlp` and its default ratio (1 % of the
-traces), to a collector of its own that takes everything and keeps nothing. They take turns: in every round each gets the
-same whole chats from the same client, 512 at a time, and the processor time of all its threads, those of the exporters
-included, is read from their own clocks. Whole chats, so that what telemetry does at the beginning and the end of a turn is
-in it. A round's ratio is with over without; the figure is the median of the rounds' ratios.
+Method. Two gateways run at once in front of the same mock engines, one with `--otlp` and its default ratio (1 % of
+the traces), to a collector that takes everything and keeps nothing. They take turns: in every round each gets the same
+whole chats from the same client, 512 at a time, and the processor time of all its threads, those of the exporters
+included, is read from their own clocks. Whole chats, so that what telemetry does at the beginning and the end of a turn
+is in it. A round's ratio is with over without; the figure is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
