@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from paramserver.core.records import Holding, Manifest
 from protos.telemetry.context import TRACEPARENT, TraceContext, parse_traceparent
 from protos.telemetry.spans import Attribute, Span, Tracer
+from protos.version_labels import LABELS_MAX
 
 
 def begun(labels: Mapping[str, str], tracer: Tracer | None) -> dict[str, str]:
@@ -24,7 +25,7 @@ def begun(labels: Mapping[str, str], tracer: Tracer | None) -> dict[str, str]:
         return dict(labels)
     found = {name: text for name, text in labels.items() if name != TRACEPARENT}
     root = None if tracer is None else tracer.begin()
-    if root is not None and root.sampled:
+    if root is not None and root.sampled and len(found) < LABELS_MAX:
         found[TRACEPARENT] = root.child("version").traceparent
     return found
 
