@@ -5,7 +5,7 @@
 
 A version's context is a label of it (`traceparent`), and so in its records. The ids of the relays' spans are derived
 from it and their names: each relay knows the id of its upstream's. The span of a fetch that failed is not made: the
-version is tried again, and the one that succeeds has the id.
+version is tried again, and the one that succeeds has the id. What a relay reads back from its disk is no hop.
 """
 
 from __future__ import annotations
@@ -68,11 +68,10 @@ def fetch_span(
     relay: str,
     holding: Holding,
     *,
-    from_relay: bool,
     duration_s: float,
     ended_unix_s: float,
 ) -> Span | None:
-    """On a relay that has the whole version now. `from_relay`: its bytes came from another one, not from a disk."""
+    """On a relay that has the whole version from another one."""
     context = relay_trace(labels, relay)
     if context is None:
         return None
@@ -83,7 +82,7 @@ def fetch_span(
         "laminar.transport": holding.transport,
         "laminar.rate_bytes_s": holding.rate_bytes_s,
     }
-    parent = relay_trace(labels, holding.upstream) if from_relay else parse_traceparent(labels.get(TRACEPARENT))
+    parent = relay_trace(labels, holding.upstream)
     return Span("fetch", context, parent, ended_unix_s - duration_s, ended_unix_s, attributes, "consumer")
 
 

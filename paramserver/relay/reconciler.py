@@ -286,14 +286,14 @@ class Reconciler:
         self._changes.notify()
 
     def _record_fetch(self, tracer: Tracer, announced: Announced, fetched: Fetched) -> None:
-        relay, duration_s = self._lease.member.name, fetched.duration_s
+        if fetched.holding.upstream not in self._view.members:
+            return
         span = fetch_span(
             announced.manifest,
             announced.labels,
-            relay,
+            self._lease.member.name,
             fetched.holding,
-            from_relay=fetched.holding.upstream in self._view.members,
-            duration_s=duration_s,
+            duration_s=fetched.duration_s,
             ended_unix_s=time.time(),
         )
         if span is not None:

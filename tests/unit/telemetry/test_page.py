@@ -70,7 +70,7 @@ def made() -> Mapping[str, Span]:
         ),
         completion_span(TRACE, generation, answer, 0.0, 1.0),
         of_versions.publish_span(manifest, labels, "a", announced_unix_s=0, ended_unix_s=1),
-        of_versions.fetch_span(manifest, labels, "b", hop, from_relay=True, duration_s=1, ended_unix_s=1),
+        of_versions.fetch_span(manifest, labels, "b", hop, duration_s=1, ended_unix_s=1),
     ]
     return {span.name: span for span in found if span is not None}
 
