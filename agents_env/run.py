@@ -19,7 +19,7 @@ from rich.console import Console
 
 from agents_env.environment import Environment, PooledEnvironment
 from agents_env.failures import RunFailed
-from agents_env.options import RunOptions, ServerOptions
+from agents_env.options import RunOptions
 from agents_env.programs import Programs
 from agents_env.runner import Plan, Runner
 from agents_env.runner.journal import Journal
@@ -32,12 +32,12 @@ log = logging.getLogger("agents-env")
 
 
 def start(environment: Environment[Any], options: RunOptions) -> None:
-    run_to_end(_roll_out(environment, options), options)
+    run_to_end(_roll_out(environment, options), options.log_level, options.log_format)
 
 
-def run_to_end(work: Any, options: ServerOptions) -> Any:
+def run_to_end(work: Any, log_level: str, log_format: str = "text") -> Any:
     """Runs the coroutine; a failure that the user can mend is one line, and status 1."""
-    setup_logging(options.log_level, options.log_format)
+    setup_logging(log_level, log_format)
     for library in ("httpx", "httpx2", "httpcore", "openai"):
         logging.getLogger(library).setLevel(logging.WARNING)  # a line for every request otherwise
     try:

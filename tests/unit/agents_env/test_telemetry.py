@@ -19,7 +19,6 @@ from agents_env.telemetry import METRICS, serving_metrics, setup_logging
 @pytest.fixture(autouse=True)
 def _handlers_of_the_root() -> Iterator[None]:
     before = logging.getLogger().handlers[:]
-    logging.getLogger().handlers.clear()
     yield
     logging.getLogger().handlers[:] = before
 
@@ -49,6 +48,7 @@ def test_a_port_that_is_taken_ends_the_run_with_its_number() -> None:
 
 
 def test_json_lines_name_the_session(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger().handlers.clear()  # pytest's own
     setup_logging("info", "json")
     logging.getLogger("agents-env").warning("rollout %s\nfailed", "s1", extra={"session": "s1"})
     (line,) = map(json.loads, capsys.readouterr().err.splitlines())
