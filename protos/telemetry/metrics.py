@@ -87,6 +87,7 @@ def on_loop(loop: asyncio.AbstractEventLoop) -> Callable[[Callback], Callback]:
 
 
 def _callback(metric: Metric[SourcesT], sources: SourcesT) -> Callback:
+    # +value: a bool, of which OTLP has none, as a number
     return lambda _: [
-        Observation(value, dict(zip(metric.labels, labels, strict=True))) for value, labels in metric.read(sources)
+        Observation(+value, dict(zip(metric.labels, labels, strict=True))) for value, labels in metric.read(sources)
     ]
