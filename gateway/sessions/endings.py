@@ -44,6 +44,7 @@ from gateway.store.database import Operation
 from gateway.store.groups import Group
 from gateway.store.sessions import SessionStore
 from protos.errors import Conflict, LaminarError
+from protos.telemetry.logs import about
 from protos.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,8 @@ class Endings:
     def _to_be_stored(self, state: SessionState) -> bool:
         """Whether the trajectories enter the experience buffer."""
         if state.contradicted:
-            log.error("session %s is not trained on: engines contradict its versions", state.session_id)
+            extra = about(state.spec.trace, session=state.session_id)
+            log.error("session %s is not trained on: engines contradict its versions", state.session_id, extra=extra)
             return False
         return state.spec.trains
 
@@ -275,7 +277,8 @@ class Endings:
         try:
             await self._shielded.run(self._abandon_over(state), f"expire-{state.session_id}")
         except LaminarError as e:  # the next round tries again
-            log.error("session %s is over, and cannot be ended: %s", state.session_id, e)
+            extra = about(state.spec.trace, session=state.session_id)
+            log.error("session %s is over, and cannot be ended: %s", state.session_id, e, extra=extra)
 
     async def make_room(self) -> None:
         """Abandons idle sessions of unnamed calls, where there are too many."""

@@ -23,6 +23,7 @@ from gateway.store import PartialResponsePool
 from gateway.store.partial_rows import KeptTurn
 from gateway.store.sessions import KeptSession, SessionStore
 from protos.errors import Corrupt
+from protos.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,10 @@ async def recover(sessions: TurnService, store: SessionStore, pool: PartialRespo
             turns += _restore_turns(sessions, state, kept, found)
         except (Corrupt, ValueError) as e:
             log.error(
-                "session %s cannot go on: %s; it counts as abandoned, and its rows stay as they are", session_id, e
+                "session %s cannot go on: %s; it counts as abandoned, and its rows stay as they are",
+                session_id,
+                e,
+                extra=about(session=session_id),
             )
             sessions.give_up(session_id)
     for session_id, kept in named.items():
