@@ -38,6 +38,8 @@ class CollectorUrl(click.ParamType[str]):
             )
         except ValueError:
             found = False
+        if found and parts.username is not None:  # the address is logged
+            self.fail("it holds credentials: give them by OTEL_EXPORTER_OTLP_HEADERS", param, context)
         if not found:
             self.fail(f"{str(value)[:200]!r} is not a URL like http://127.0.0.1:4318", param, context)
         return str(value).rstrip("/")

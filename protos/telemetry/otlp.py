@@ -115,10 +115,11 @@ class Export:
             thread.start()
         for thread in closing:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in closing):
+        late = [exporter for exporter, thread in zip(self._exporters, closing, strict=True) if thread.is_alive()]
+        if late:
             log.warning("the last telemetry did not reach the collector within %g s, and is dropped", CLOSE_S)
-            for exporter in self._exporters:
-                exporter.shutdown()  # ends their retries
+        for exporter in late:
+            exporter.shutdown()  # ends its retries
 
 
 class OtlpHandler(logging.Handler):

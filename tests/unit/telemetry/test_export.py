@@ -120,6 +120,12 @@ def test_what_is_no_url_is_refused(url: str) -> None:
         CollectorUrl().convert(url, None, None)
 
 
+def test_credentials_do_not_stand_in_the_address() -> None:
+    with pytest.raises(Exception, match="OTEL_EXPORTER_OTLP_HEADERS") as refused:
+        CollectorUrl().convert("http://user:secret@h:4318", None, None)
+    assert "secret" not in str(refused.value)
+
+
 def test_off_means_that_no_sdk_of_traces_and_logs_is_imported() -> None:
     """What a daemon imports to start: as the contract in pyproject.toml has it, and as it is, others' imports too."""
     code = """
