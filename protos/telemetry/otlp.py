@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from opentelemetry._logs import LogRecord, SeverityNumber
 from opentelemetry.context import Context
@@ -71,12 +71,9 @@ class Export:
 
     def __init__(self, url: str, service: str, names: Mapping[str, str]) -> None:
         resource = Resource.create({"service.name": service, **{f"laminar.{key}": text for key, text in names.items()}})
-        self._exporters = (
-            OTLPSpanExporter(_endpoint(url, "traces")),
-            OTLPLogExporter(_endpoint(url, "logs")),
-            OTLPMetricExporter(_endpoint(url, "metrics")),
-        )
-        spans, logs, metrics = self._exporters
+        spans, logs = OTLPSpanExporter(_endpoint(url, "traces")), OTLPLogExporter(_endpoint(url, "logs"))
+        metrics = OTLPMetricExporter(_endpoint(url, "metrics"))
+        self._ends: Sequence[Callable[[], object]] = (spans.shutdown, logs.shutdown, metrics.shutdown)
         self._ids = _GivenIds()
         self._traces = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=self._ids)
         self._traces.add_span_processor(BatchSpanProcessor(spans))
@@ -115,11 +112,11 @@ class Export:
             thread.start()
         for thread in closing:
             thread.join(max(0.0, deadline - time.monotonic()))
-        late = [exporter for exporter, thread in zip(self._exporters, closing, strict=True) if thread.is_alive()]
+        late = [end for end, thread in zip(self._ends, closing, strict=True) if thread.is_alive()]
         if late:
             log.warning("the last telemetry did not reach the collector within %g s, and is dropped", CLOSE_S)
-        for exporter in late:
-            exporter.shutdown()  # ends its retries
+        for end in late:
+            end()  # of the exporter: it tries no more
 
 
 class OtlpHandler(logging.Handler):
