@@ -55,7 +55,7 @@ class Evaluation:
 
 
 def start(environment: Environment[Any], options: EvalOptions) -> None:
-    run_to_end(_evaluate(environment, options), options.log_level)
+    run_to_end(_evaluate(environment, options), options.log_level, options.log_format)
 
 
 async def _evaluate(environment: Environment[Any], options: EvalOptions) -> None:

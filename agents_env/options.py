@@ -56,6 +56,7 @@ class ServerOptions:
     out: Path | None
     run_id: str | None
     log_level: str
+    log_format: str = "text"
 
     def server(self, *, sessions: bool = True) -> Server:
         return Server(
@@ -83,6 +84,7 @@ class RunOptions(ServerOptions):
     lease_s: float
     journal: Path | None
     ready_file: Path | None
+    metrics_port: int | None = None
 
     def plan(self, run_id: str | None = None) -> Plan:
         return Plan(
@@ -176,6 +178,12 @@ LOG_LEVEL = click.option(
     type=click.Choice(["debug", "info", "warning", "error"]),
     help="The least severe messages that are logged.",
 )
+LOG_FORMAT = click.option(
+    "--log-format",
+    default="text",
+    type=click.Choice(["text", "json"]),
+    help="Log lines for people, or a JSON object each.",
+)
 _SEED = _option(Plan, "--seed", type=click.IntRange(min=0), help="Seed of the environment's stream of tasks.")
 
 _SERVER: Sequence[Option] = [
@@ -208,6 +216,7 @@ _SERVER: Sequence[Option] = [
     click.option("--out", default=None, type=FILE, help="File to which a JSON line is added for each rollout."),
     click.option("--run-id", default=None, show_default="random", help="Part of every group and session id."),
     LOG_LEVEL,
+    LOG_FORMAT,
 ]
 RUN: Sequence[Option] = [
     *_SERVER,
@@ -247,6 +256,13 @@ RUN: Sequence[Option] = [
         "--journal", default=None, type=FILE, help="File with which the same command goes on where it was stopped."
     ),
     click.option("--ready-file", default=None, type=FILE, help="JSON file, written once it rolls out."),
+    click.option(
+        "--metrics-port",
+        default=None,
+        type=click.IntRange(0, 65535),
+        show_default="none are served",
+        help="Port of the Prometheus metrics, on loopback; 0: any free one.",
+    ),
 ]
 _OF_PROGRAMS = {
     "group_size": click.option(

@@ -26,22 +26,18 @@ from agents_env.runner.journal import Journal
 from agents_env.runner.progress import describe, show_live, show_log
 from agents_env.runner.sources import OwnTasks, PoolTasks, Source
 from agents_env.server import Server
+from agents_env.telemetry import serving_metrics, setup_logging
 
 log = logging.getLogger("agents-env")
 
 
 def start(environment: Environment[Any], options: RunOptions) -> None:
-    run_to_end(_roll_out(environment, options), options.log_level)
+    run_to_end(_roll_out(environment, options), options.log_level, options.log_format)
 
 
-def run_to_end(work: Any, log_level: str) -> Any:
+def run_to_end(work: Any, log_level: str, log_format: str = "text") -> Any:
     """Runs the coroutine; a failure that the user can mend is one line, and status 1."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=log_level.upper(),
-        format="%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-    )
+    setup_logging(log_level, log_format)
     for library in ("httpx", "httpx2", "httpcore", "openai"):
         logging.getLogger(library).setLevel(logging.WARNING)  # a line for every request otherwise
     try:
@@ -77,9 +73,10 @@ async def _roll_out(environment: Environment[Any], options: RunOptions) -> None:
         async with options.server(sessions=options.sessions) as server:
             if not await until(stop, server.check()):
                 return
-            _write_ready_file(options.ready_file, plan)
             async with _source(environment, server, plan, options, journal) as source:
                 runner = Runner(environment, server, plan, out=out, source=source, journal=journal)
+                metrics = files.enter_context(serving_metrics(options.metrics_port, runner.statistics))
+                _write_ready_file(options.ready_file, plan, metrics)
                 log.info("rolling out %s against %s: %s", environment.name, server.root, plan)
                 await shown(runner, stop, f"agents-env {environment.name}")
             end = runner.statistics()
@@ -143,12 +140,13 @@ def opened(path: Path | None) -> contextlib.AbstractContextManager[TextIO | None
     return path.open("a", buffering=1)
 
 
-def _write_ready_file(path: Path | None, plan: Plan) -> None:
-    """Writes `{"pid": ..., "run_id": ...}` at once: readers never see half of it."""
+def _write_ready_file(path: Path | None, plan: Plan, metrics: str | None) -> None:
+    """Writes `{"pid": ..., "run_id": ...}`, and where metrics are served, at once: readers never see half of it."""
     if path is None:
         return
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps({"pid": os.getpid(), "run_id": plan.run_id}))
+    served = {} if metrics is None else {"metrics": metrics}
+    scratch.write_text(json.dumps({"pid": os.getpid(), "run_id": plan.run_id, **served}))
     os.replace(scratch, path)
 
 

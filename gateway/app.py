@@ -69,6 +69,8 @@ from paramserver.membership import EtcdRegistry
 from protos.access.key_file import KeyFile
 from protos.access.listening import check_listening, warn_insecure
 from protos.errors import InvalidRequest
+from protos.telemetry.options import start as start_telemetry
+from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +179,9 @@ async def start(config: GatewayConfig) -> Gateway:
     keys, place = open_keys(config), admin_place(config)
     codec = Codec.load(config.tokenizer)
     async with AsyncExitStack() as stack:
+        telemetry = start_telemetry(config.telemetry, "laminar-gateway", model=config.model)
+        # Last, and beside this loop, on which it reads the metrics once more.
+        stack.push_async_callback(asyncio.to_thread, telemetry.close)
         registry = None
         if config.etcd is not None:
             registry = await EtcdRegistry.connect(config.etcd, access=config.etcd_access)
@@ -186,7 +191,7 @@ async def start(config: GatewayConfig) -> Gateway:
         await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
         experience = await _experience_store(config, codec.vocabulary, stack)
         stores = await open_stores(database, stack, experience, config.experience_max, config.experience_bytes_max)
-        parts = assemble(config, stores, codec)
+        parts = assemble(config, stores, codec, telemetry.tracer)
         await recover(parts.sessions, stores.sessions, stores.pool)
         await parts.fleet.__aenter__()
         for close in (
@@ -211,6 +216,7 @@ async def start(config: GatewayConfig) -> Gateway:
             text_proxy=parts.text_proxy,
             database=database,
             keys=keys,
+            meter=telemetry.meter,
         )
         access = None
         if keys is not None:
@@ -304,16 +310,16 @@ async def open_stores(
     return stores
 
 
-def assemble(config: GatewayConfig, stores: Stores, codec: Codec | None = None) -> Parts:
+def assemble(config: GatewayConfig, stores: Stores, codec: Codec | None = None, tracer: Tracer | None = None) -> Parts:
     """Puts the rooms together. Without a `codec`, as in tests, no id ends a turn, and every id is in the vocabulary."""
     timeline = stores.timeline
     state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
     known_groups = KnownGroups()
-    live = SessionRegistry(config, state, stores.sessions, timeline, known_groups)
+    live = SessionRegistry(config, state, stores.sessions, timeline, known_groups, tracer)
     trainer = Trainer(config, live, stores.buffer, stores.reader)
     adapters = AdapterContext(model=config.model, tokenizer=codec, stall_timeout_s=config.stall_timeout_s)
     context_tokens = 0 if codec is None else codec.context_tokens or 0
-    fleet = Fleet(config, state, timeline, trainer.admission, adapters, stores.lineage, context_tokens)
+    fleet = Fleet(config, state, timeline, trainer.admission, adapters, stores.lineage, context_tokens, tracer)
     sessions = TurnService(
         config,
         live,
@@ -355,7 +361,13 @@ def _routes(
     text = None
     if parts.text_proxy is not None:
         text = TextRoutes(parts.text_proxy, parts.sessions, config.model, session_from_user=from_user)
-    calls = Calls(parts.sessions, codec, session_from_user=from_user, controlled=access is not None)
+    calls = Calls(
+        parts.sessions,
+        codec,
+        session_from_user=from_user,
+        controlled=access is not None,
+        traced=parts.live.tracer is not None,
+    )
     add_openai_routes(app, OpenAIDeps(calls, text))
     add_generate_route(app, calls)
     add_responses_routes(app, calls)

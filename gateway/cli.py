@@ -21,7 +21,16 @@ from gateway.redis.address import RedisAddress
 from protos.access.roles import PURPOSE, ROLES, Role, new_line
 from protos.errors import InvalidRequest, LaminarError
 from protos.findings import report_findings
-from protos.options import DIRECTORY, LOG_LEVEL, Number, config_from, config_option, config_options, version_option
+from protos.options import (
+    DIRECTORY,
+    LOG_LEVEL,
+    Number,
+    config_from,
+    config_option,
+    config_options,
+    log_format_option,
+    version_option,
+)
 from protos.process import setup_logging, write_ready_file
 
 if TYPE_CHECKING:
@@ -121,10 +130,11 @@ def cli() -> None:
 @cli.command()
 @gateway_options
 @click.option("--log-level", type=LOG_LEVEL, default="info", help="The least severe messages that are logged.")
+@log_format_option
 @click.option("--ready-file", type=click.Path(dir_okay=False, path_type=Path), help="JSON with the addresses, once up.")
-def serve(engines: tuple[str, ...], log_level: str, ready_file: Path | None, **options: Any) -> None:
+def serve(engines: tuple[str, ...], log_level: str, log_format: str, ready_file: Path | None, **options: Any) -> None:
     """Serves the OpenAI API over the engines named."""
-    setup_logging(log_level)
+    setup_logging(log_level, log_format, model=options["model"])
     try:
         uvloop.run(_serve(_config(engines, options), ready_file))
     except LaminarError as e:

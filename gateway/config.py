@@ -24,6 +24,7 @@ from protos.access.unix_socket import socket_path
 from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, check_relay, is_address, is_host_port
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Name, Size
+from protos.telemetry.options import TelemetryConfig
 
 INTERVAL = Meta(ge=0.01)
 """Seconds between polls of engines, and between plans; shorter ones would leave time for nothing else."""
@@ -238,6 +239,7 @@ class GatewayConfig:
         "Request one token of each engine before and after a load, to verify that it computes with the new weights.",
     ] = True
     seed: Annotated[int, "Seed of the planner's random choice between equal plans."] = 0
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
 
 def parse_engine(text: str) -> EngineSpec:

@@ -16,6 +16,7 @@ from gateway.core.tree import TurnTree
 from gateway.core.types import History, LogprobsKind, SessionId, TokenDelta, TurnId, TurnRequest
 from protos.access.roles import SESSION_KEY_PREFIX as SESSION_KEY_PREFIX  # for the rooms above
 from protos.engines import ENGINE_KINDS
+from protos.telemetry.context import TraceContext
 from protos.trajectories import Segment, VersionChange
 
 IdentitySource = Literal["url", "api_key", "header", "body", "none"]
@@ -26,12 +27,14 @@ Message = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class SessionIdentity:
     """Which session a request names, and where. `None`: the call is a session of its own, which ends with it, unless it
-    is `kept` for calls that continue it. `caller`: whose call it is; None while access control is off."""
+    is `kept` for calls that continue it. `caller`: whose call it is; None while access control is off. `trace`: the
+    span that the call is below at its client; None without one, and without tracing."""
 
     session_id: SessionId | None
     source: IdentitySource
     kept: bool = False
     caller: Caller | None = None
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from protos.options import (
     config_from,
     config_option,
     config_options,
+    log_format_option,
     version_option,
 )
 from protos.process import setup_logging, write_ready_file
@@ -58,6 +59,7 @@ def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
             show_default=True,
             help="The least severe messages that are logged.",
         ),
+        log_format_option,
     ):
         command = option(command)
     return command
@@ -107,11 +109,12 @@ def serve(
     pool_dir: Path | None,
     engines: tuple[str, ...],
     log_level: str,
+    log_format: str,
     ready_file: Path | None,
     **options: object,
 ) -> None:
     """Runs one relay until SIGTERM."""
-    setup_logging(log_level)
+    setup_logging(log_level, log_format, relay=name)
     resolved = {
         "name": name,
         "etcd": etcd or "",
@@ -156,9 +159,9 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
     help="Directory for its data.",
 )
 @daemon_options
-def etcd(port: int, data_dir: Path | None, log_level: str, ready_file: Path | None) -> None:
+def etcd(port: int, data_dir: Path | None, log_level: str, log_format: str, ready_file: Path | None) -> None:
     """Runs an etcd on loopback until SIGTERM: for one machine, not for production."""
-    setup_logging(log_level)
+    setup_logging(log_level, log_format)
     _run(_etcd(port, data_dir, ready_file))
 
 

@@ -21,6 +21,7 @@ from protos.access.listening import INSECURE
 from protos.engines import ENGINE_KINDS, check_kind, is_address
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Size
+from protos.telemetry.options import TelemetryConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -145,6 +146,7 @@ class RelayConfig:
     chunk_bytes: Annotated[
         int | None, Size(), Flag(show_default="from measured hops"), "Size of chunks, 4KiB to 1GiB."
     ] = None
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     @property
     def reached_by(self) -> str:

@@ -27,7 +27,7 @@ import msgspec
 
 from protos.engines import is_host_port
 from protos.errors import InvalidRequest
-from protos.process import LOG_LEVELS
+from protos.process import LOG_FORMS, LOG_LEVELS
 
 ConfigT = TypeVar("ConfigT")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -91,6 +91,13 @@ def parse_bytes(text: str) -> int:
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 DISTRIBUTION = "laminar-rl"
 LOG_LEVEL = click.Choice(LOG_LEVELS)
+log_format_option = click.option(
+    "--log-format",
+    type=click.Choice(LOG_FORMS),
+    default="text",
+    show_default=True,
+    help="Log lines for people, or JSON with the fields of docs/telemetry.md.",
+)
 
 PORT_MAX = 65535
 PORT = click.IntRange(0, PORT_MAX)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from protos.errors import Conflict, Unavailable
-from protos.foreign_text import continued, one_line
+from protos.foreign_text import LINE_CHARS_MAX, continued, one_line
+from protos.telemetry.logs import JsonLines
 
 LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
@@ -25,6 +26,7 @@ TIED = str(Path(__file__).with_name("tied.py"))
 """`[sys.executable, TIED, PROGRAM, ...]` starts a program that the kernel kills when its starter ends."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMS = ("text", "json")
 
 
 REPEATS_AFTER_S = 60.0
@@ -65,14 +67,17 @@ class OneLine(logging.Formatter):
         return continued(super().formatStack(stack_info))
 
 
-def setup_logging(level: str = "info") -> None:
-    """Sends log lines to stderr in the one format of all daemons."""
-    logging.basicConfig(
-        stream=sys.stderr, level=level.upper(), format=LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S", force=True
-    )
+def setup_logging(level: str = "info", form: str = "text", **names: str) -> None:
+    """Sends log lines to stderr in a format that all daemons have: one of `LOG_FORMS`. `names`: by glossary, what the
+    process is of; each JSON line has them."""
+    logging.basicConfig(stream=sys.stderr, level=level.upper(), force=True)
+    formatter: logging.Formatter = OneLine(LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S")
+    if form == "json":
+        formatter = JsonLines(names, LINE_CHARS_MAX)
     for handler in logging.getLogger().handlers:
-        handler.setFormatter(OneLine(LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S"))
-        handler.addFilter(Seldom("etcd3aio", "grpc"))  # the latter has a traceback for each malformed message
+        handler.setFormatter(formatter)
+        # grpc has a traceback for each malformed message
+        handler.addFilter(Seldom("etcd3aio", "grpc", "opentelemetry", "urllib3"))
 
 
 def write_ready_file(path: Path | None, addresses: Mapping[str, str]) -> None:

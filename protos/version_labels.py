@@ -23,6 +23,7 @@ from typing import Annotated, Any, TypedDict, cast, get_type_hints
 import msgspec
 
 from protos.errors import InvalidRequest
+from protos.telemetry.context import TRACEPARENT_CHARS_MAX
 
 LABELS_MAX = 16
 """Of one version. All of them stand in each message that names the version."""
@@ -34,6 +35,12 @@ class VersionLabels(TypedDict, total=False):
     """The labels that a publisher may give. All have values where a version is read."""
 
     note: Annotated[str, msgspec.Meta(max_length=256), "Kept with the version: a text of at most 256 characters."]
+    traceparent: Annotated[
+        str,
+        msgspec.Meta(max_length=TRACEPARENT_CHARS_MAX),
+        "W3C trace context that the version's trace continues. Default: that of the caller's span, if it traces by "
+        "OpenTelemetry; else the master relay may begin a trace.",
+    ]
 
 
 _ROWS = get_type_hints(VersionLabels, include_extras=True)

@@ -248,7 +248,8 @@ class Runner(Generic[TaskT]):
     def _add(self, record: Record) -> None:
         self._tally.add(record)
         if record.error is not None:
-            log.warning("rollout %s failed: %s", record.session_id, record.error)
+            about = {"session": record.session_id}
+            log.warning("rollout %s failed: %s", record.session_id, record.error, extra=about)
         if self._on_record is not None:
             self._on_record(record)
         if self._out is not None:

@@ -6,19 +6,23 @@ types and help texts are read from what a scrape would get.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Meter, Observation
+from opentelemetry.metrics import Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
 from prometheus_client import Metric as Family
 
 import gateway.operate.metrics
 import paramserver.daemon.metrics
+from agents_env.runner.records import Tally
+from agents_env.telemetry import METRICS as OF_RUNNER
+from agents_env.telemetry import RunnerMetrics
 from deploy.reference import markdown
 from deploy.reference.markdown import code, prose, table
+from protos.telemetry.metrics import Callback, Metric, add_instrument
 
 HEAD = ("metric", "type", "labels", "unit", "what it is", "served with")
 INTRO = """
@@ -27,58 +31,44 @@ series of `laminar_...` also has the labels `otel_scope_name`, `otel_scope_versi
 counter begins at 0 with its process. [alerts.md](../alerts.md) has the alerts, `deploy/prometheus` their rules and an
 example of the jobs. Engines serve metrics of their own; the embedded engine has vLLM's names, for what it has of them.
 """
+RUNNER = """
+`agents-env run --metrics-port PORT` serves them at `/metrics`, on loopback.
+"""
 PROCESS = """
-Both serve those of Prometheus' client library for Python, too. A relay also serves `target_info`, whose label `relay`
-is its name.
+All of them serve those of Prometheus' client library for Python, too. A relay also serves `target_info`, whose label
+`relay` is its name.
 """
 
 
-class Metric(Protocol):
-    """A row of a daemon's table."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def unit(self) -> str: ...
-    @property
-    def labels(self) -> Sequence[str]: ...
-
-
-MetricT = TypeVar("MetricT", bound=Metric)
-Callback = Callable[[CallbackOptions], Iterable[Observation]]
-
-
-def served(
-    metrics: Iterable[MetricT], add_instrument: Callable[[Meter, MetricT, Callback], None]
-) -> Iterator[tuple[MetricT, Family]]:
+def served(metrics: Iterable[Metric[Any]]) -> Iterator[tuple[Metric[Any], Family]]:
     """Each metric, and what a scrape gets of its instrument."""
     registry = CollectorRegistry()
     provider = MeterProvider([PrometheusMetricReader(disable_target_info=True, registry=registry)])
-    meter, rows = provider.get_meter("reference"), list(metrics)
-    for metric in rows:
+    meter, table_of = provider.get_meter("reference"), list(metrics)
+    for metric in table_of:
         add_instrument(meter, metric, _value_of(metric))
     families = list(registry.collect())
     provider.shutdown()
-    for metric, family in zip(rows, families, strict=True):
+    for metric, family in zip(table_of, families, strict=True):
         assert family.name.startswith(metric.name), f"{family.name} is not served of {metric.name}"
         yield metric, family
 
 
-def _value_of(metric: Metric) -> Callback:
+def _value_of(metric: Metric[Any]) -> Callback:
     """A callback with one value, and a text for each label."""
     return lambda _: [Observation(0, dict.fromkeys(metric.labels, ""))]
 
 
-def relay_rows() -> Iterator[tuple[str, ...]]:
-    table_of, add = paramserver.daemon.metrics.METRICS, paramserver.daemon.metrics.add_instrument
-    for metric, family in served(table_of, add):
-        yield _row(family, metric.labels, metric.unit)
-
-
-def gateway_rows() -> Iterator[tuple[str, ...]]:
-    table_of, add = gateway.operate.metrics.METRICS, gateway.operate.metrics.add_instrument
-    for metric, family in served(table_of, add):
+def rows(metrics: Iterable[Metric[Any]]) -> Iterator[tuple[str, ...]]:
+    for metric, family in served(metrics):
         yield _row(family, metric.labels, metric.unit, code(metric.needs) if metric.needs else "")
+
+
+def runner_rows() -> Iterator[tuple[str, ...]]:
+    registry = CollectorRegistry()
+    registry.register(RunnerMetrics(Tally().statistics))
+    for metric, family in zip(OF_RUNNER, registry.collect(), strict=True):
+        yield _row(family, metric.labels, metric.unit)
 
 
 def process_rows() -> Iterator[tuple[str, ...]]:
@@ -98,9 +88,12 @@ def page() -> str:
         "Metrics",
         INTRO,
         "## Relay",
-        table(HEAD, relay_rows()),
+        table(HEAD, rows(paramserver.daemon.metrics.METRICS)),
         "## Gateway",
-        table(HEAD, gateway_rows()),
+        table(HEAD, rows(gateway.operate.metrics.METRICS)),
+        "## Runner",
+        RUNNER,
+        table(HEAD, runner_rows()),
         "## Process",
         PROCESS,
         table(HEAD, process_rows()),

@@ -25,6 +25,7 @@ from gateway.sessions.endings import Endings
 from gateway.sessions.group_service import GroupService
 from gateway.sessions.registry import SessionRegistry
 from protos.errors import InvalidRequest
+from protos.telemetry.context import TRACEPARENT, TraceContext, parse_traceparent
 from protos.trajectories import VersionChange
 
 PRIORITY_MAX = 1000
@@ -204,11 +205,14 @@ class _Handlers:
         body = await request.read()
         wanted = decode(_create, body) if body else CreateRequest()
         caller = caller_of(request)
-        spec = session_spec(wanted, owner=owner_of(caller))
+        spec = session_spec(wanted, owner=owner_of(caller), trace=self._trace_of(request))
         self._live.check_rights(spec, caller)
         _, key = self._live.create(spec)
         await self._live.saved()
         return answer_json(self._made(request, spec.session_id, key))
+
+    def _trace_of(self, request: web.Request) -> TraceContext | None:
+        return None if self._live.tracer is None else parse_traceparent(request.headers.get(TRACEPARENT))
 
     async def show(self, request: web.Request) -> web.Response:
         name = _session_id(request)
@@ -253,7 +257,7 @@ class _Handlers:
         return SessionMade(name, base_url(request, name, self._public_url), key, self._live.finish_key(name))
 
 
-def session_spec(wanted: CreateRequest, *, owner: str = "") -> SessionSpec:
+def session_spec(wanted: CreateRequest, *, owner: str = "", trace: TraceContext | None = None) -> SessionSpec:
     in_range("min_version", wanted.min_version, 0, wanted.version)
     in_range("max_version", wanted.max_version, wanted.version or wanted.min_version, None)
     if wanted.blocks_parent and wanted.parent_session_id is None:
@@ -280,6 +284,7 @@ def session_spec(wanted: CreateRequest, *, owner: str = "") -> SessionSpec:
         deadline_unix_s=None if wanted.deadline_s is None else unix_s() + wanted.deadline_s,
         priority=wanted.priority,
         owner=owner,
+        trace=trace,
     )
 
 

@@ -30,6 +30,7 @@ from gateway.core.types import (
     VersionPolicy,
 )
 from protos.errors import Conflict, OutOfCapacity
+from protos.telemetry.context import TraceContext
 from protos.trajectories import Trajectory, VersionChange
 
 Phase = Literal["live", "finished", "abandoned"]
@@ -75,6 +76,7 @@ class SessionSpec:
     deadline_unix_s: float | None = None  # it is abandoned then
     priority: int = 0  # among turns that wait for an engine: the highest first
     owner: str = ""  # the name whose API key made it; empty: access control was off
+    trace: TraceContext | None = None  # what its spans are below: a client's span, or the root of a trace of its own
 
     @property
     def trains(self) -> bool:

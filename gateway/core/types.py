@@ -12,6 +12,7 @@ from typing import Literal, NewType
 
 import msgspec
 
+from protos.telemetry.context import TraceContext
 from protos.trajectories import Segment
 
 SessionId = NewType("SessionId", str)
@@ -82,6 +83,7 @@ class TurnOrigin:
     history_reason: str = ""
     messages_added: int = 0  # the last ones of the request's: those that its parent's path has not
     created_unix_s: int = 0
+    trace: TraceContext | None = None  # the client's own, of this call; only with tracing
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,9 +232,17 @@ class EngineAdapter(Protocol):
     """One engine."""
 
     def generate(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        traceparent: str = "",
     ) -> AbstractAsyncContextManager[EngineStream]:
-        """Streams the turn. Leaving the context early aborts it upstream. Raises StreamCut or RequestRefused."""
+        """Streams the turn. Leaving the context early aborts it upstream. Raises StreamCut or RequestRefused.
+
+        `traceparent`: W3C's header, for the engine's own spans; empty without tracing.
+        """
         ...
 
     async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:

@@ -56,12 +56,13 @@ class Wire:
         await asyncio.sleep(0)  # an aborted transport closes its socket in the loop's next round
 
     @asynccontextmanager
-    async def post(self, path: str, body: bytes) -> AsyncIterator[Events]:
+    async def post(self, path: str, body: bytes, traceparent: str = "") -> AsyncIterator[Events]:
         """The data of each event, up to and without `[DONE]`. Raises StreamCut, or Refused."""
+        trace = f"traceparent: {traceparent}\r\n" if traceparent else ""
         connection = self._idle_one() or await self._connect()
         self._busy.add(connection)
         try:
-            head = f"POST {self._base}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
+            head = f"POST {self._base}{path} HTTP/1.1\r\n{self._head}{trace}Content-Length: {len(body)}\r\n\r\n"
             connection.send(head.encode() + body, stall_timeout_s=self._stall_timeout_s)
             await connection.answered()
             events = Events(connection)

@@ -94,10 +94,10 @@ class EngineHttp:
     # -- streams
 
     @asynccontextmanager
-    async def stream(self, path: str, body: object) -> AsyncIterator[Events]:
+    async def stream(self, path: str, body: object, traceparent: str = "") -> AsyncIterator[Events]:
         """POSTs and yields the data of each event, up to and without `[DONE]`. Raises StreamCut or RequestRefused."""
         try:
-            async with self._wire.post(path, msgspec.json.encode(body)) as events:
+            async with self._wire.post(path, msgspec.json.encode(body), traceparent) as events:
                 yield events
         except Refused as e:
             if refuses(e.status):

@@ -53,9 +53,14 @@ class Guarded:
         self._logged = ""  # the last unexpected error
 
     def generate(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        traceparent: str = "",
     ) -> AbstractAsyncContextManager[EngineStream]:
-        return self._adapter.generate(prompt_ids, sampling, request_id, session_id)
+        return self._adapter.generate(prompt_ids, sampling, request_id, session_id, traceparent)
 
     async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
         try:

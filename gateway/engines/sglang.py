@@ -95,11 +95,17 @@ class SglangEngine(HttpAdapter):
 
     @asynccontextmanager
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        traceparent: str = "",
     ) -> AsyncIterator[EngineStream]:
         reader = Reader(self.url, sampling.top_logprobs)
         try:
-            async with self._http.stream("/generate", generate_body(prompt_ids, sampling, request_id)) as events:
+            body = generate_body(prompt_ids, sampling, request_id)
+            async with self._http.stream("/generate", body, traceparent) as events:
                 yield EventChunks(events, reader, self.url)
                 if reader.over:
                     events.complete()

@@ -127,10 +127,15 @@ class VllmEngine(HttpAdapter):
 
     @asynccontextmanager
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        traceparent: str = "",
     ) -> AsyncIterator[EngineStream]:
         body = _completion_body(self._model, prompt_ids, sampling, request_id)
-        async with self._http.stream("/v1/completions", body) as events:
+        async with self._http.stream("/v1/completions", body, traceparent) as events:
             yield EventChunks(events, Reader(self.url, sampling.top_logprobs > 0), self.url)
 
     # -- polling

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Self
 from aiohttp import web
 
 from gateway.faultkit.script import Cut, logprobs_of, scripted
+from protos.telemetry.context import TRACEPARENT
 
 MODEL = "policy"
 Answer = str | bytes | int | tuple[int, str]
@@ -48,6 +49,7 @@ class ReceivedRequest:
     version: str = ""  # the engine's at that time
     written: bool = False  # all of the response was handed to the socket
     left: bool = False  # the client disconnected before
+    traceparent: str = ""  # the header of that name
 
     @property
     def prompt(self) -> list[int]:
@@ -161,7 +163,8 @@ class ScriptedEngine:
         answer: Callable[[web.Request, ReceivedRequest, Cut | None], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """Notes the request in `log`, and answers it with its cut."""
-        received = ReceivedRequest(await request.json(), self.version)
+        trace = request.headers.get(TRACEPARENT, "")
+        received = ReceivedRequest(await request.json(), self.version, traceparent=trace)
         log.append(received)
         cut = self.draw() if self.draw is not None else self.cuts.popleft() if self.cuts else self.always
         try:

@@ -37,6 +37,7 @@ from gateway.store.lineage import LineageStore
 from protos.access.credentials import credentials_in
 from protos.engines import check_relay
 from protos.errors import Conflict, NotFound, Unavailable
+from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Fleet:
         adapters: AdapterContext,
         lineage: LineageStore | None = None,
         context_tokens: int = 0,
+        tracer: Tracer | None = None,
     ) -> None:
         self.config = config
         self.state = state
@@ -94,6 +96,7 @@ class Fleet:
             interrupt=self.places.interrupt,
             reconcile=self.reconcile,
             probes=config.probe,
+            tracer=tracer,
         )
 
     async def __aenter__(self) -> Fleet:

@@ -12,6 +12,7 @@ from gateway.core.types import Version
 from gateway.engines.base import EngineAdapter
 from gateway.fleet.probe import Probe
 from gateway.store import Timeline
+from protos.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class EngineHandle:
         """Makes a transition, and records it with its reason on the timeline and in the log."""
         self.state.to(status)
         self.timeline.add("engine", engine=self.state.name, state=status, reason=reason)
-        log.info("engine %s: %s: %s", self.state.name, status, reason)
+        extra = about(engine=self.state.name, version=self.state.version)
+        log.info("engine %s: %s: %s", self.state.name, status, reason, extra=extra)
 
     def note_failed_poll(self, error: str) -> None:
         """On the timeline: `state.poll_error` is cleared by the next poll that succeeds."""

@@ -15,20 +15,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from gateway.core.fleet import EngineState
 from gateway.core.refresh import RefreshDecision, load_failed
+from gateway.core.spans import load_span
 from gateway.core.types import TurnId, Version
 from gateway.engines.base import EngineFailed, SnapshotRefused
 from gateway.fleet.evidence import VersionEvidence
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.probe import Finding, compare, probe
 from gateway.fleet.relays import Relays
+from gateway.runtime.clock import unix_s
 from gateway.runtime.supervisor import log_failure, rpc_result
 from paramserver.client import Lease, RelayClient
 from protos.errors import LaminarError, NotFound, VersionLost
+from protos.telemetry.context import parse_traceparent
+from protos.telemetry.logs import about
+from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +67,9 @@ class Refresher:
         interrupt: Callable[[TurnId], object],
         reconcile: Callable[[], None],
         probes: bool,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self.refreshes = 0
         self.failures = 0
         self.unchanged = 0  # loads of another version after which an engine computed exactly what it did before
@@ -153,12 +160,39 @@ class Refresher:
         renewing.add_done_callback(log_failure)  # a pin that lapsed for it is found by `release`
         try:
             async with self._reporting(handle, Version(lease.version)):
-                fenced_s = await handle.adapter.load(lease.path, lease.version, lease.root_digest)
+                with self._span(handle, lease):
+                    fenced_s = await handle.adapter.load(lease.path, lease.version, lease.root_digest)
         finally:
             renewing.cancel()
             await asyncio.wait([renewing])
             await relay.release(lease)  # a pin that lapsed raises: then the load does not count
         return Version(lease.version), fenced_s
+
+    @contextmanager
+    def _span(self, handle: EngineHandle, lease: Lease) -> Iterator[None]:
+        """The load in the version's trace, which the lease names if the version has one."""
+        trace = None if self._tracer is None else parse_traceparent(lease.traceparent)
+        if self._tracer is None or trace is None:
+            yield
+            return
+        started, error = unix_s(), ""
+        try:
+            yield
+        except BaseException as e:
+            error = str(e) or type(e).__name__
+            raise
+        finally:
+            span = load_span(
+                trace,
+                model=lease.model,
+                version=lease.version,
+                engine=handle.spec.name,
+                address=handle.spec.relay or "",
+                started_unix_s=started,
+                ended_unix_s=unix_s(),
+                error=error,
+            )
+            self._tracer.record(span)
 
     async def _acquire(self, relay: RelayClient, state: EngineState, decision: RefreshDecision) -> Lease:
         """The version decided on. The newest may be newer by now; a version to go back to is exact."""
@@ -229,7 +263,14 @@ class Refresher:
         state.refresh_not_before = time.monotonic() + wait_s
         untouched = isinstance(error, SnapshotRefused) and decision.served
         what = f"goes on with version {state.version}" if untouched else "stays fenced"
-        log.warning("engine %s %s, next try in %.0f s: %s", state.name, what, wait_s, error)
+        log.warning(
+            "engine %s %s, next try in %.0f s: %s",
+            state.name,
+            what,
+            wait_s,
+            error,
+            extra=about(engine=state.name, version=decision.to_version),
+        )
         if state.status == "refreshing":
             handle.to("serving" if untouched else "fenced", str(error))
         handle.poll_now.set()

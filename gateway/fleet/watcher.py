@@ -21,6 +21,7 @@ from gateway.engines.base import EngineAdapter, EngineFailed, EngineLimits, Engi
 from gateway.engines.connections import until_broken
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.relays import Relays
+from protos.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +179,9 @@ class EngineWatcher:
         shown = error.message if handle.has_joined else error.outline
         handle.failed_polls += 1
         if handle.state.status == "dead" and handle.state.poll_error != shown:
-            log.warning("engine %s cannot be used yet: %s", handle.state.name, error)
+            log.warning(
+                "engine %s cannot be used yet: %s", handle.state.name, error, extra=about(engine=handle.state.name)
+            )
         if handle.failed_polls == 1:
             handle.note_failed_poll(shown)
         handle.state.poll_error = shown

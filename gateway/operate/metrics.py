@@ -1,17 +1,14 @@
-"""The gateway's metrics for Prometheus: the table of them, and the instruments made of it, which are read at a scrape.
-
-docs/reference/metrics.md is made of the same table. A counter's name gets `_total` where it is served.
-"""
+"""The table of the gateway's metrics, and what they are read from."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 from msgspec import Meta
-from opentelemetry.metrics import CallbackOptions, Meter, Observation
+from opentelemetry.metrics import Meter
 
 from gateway.core.fleet import EngineState
 from gateway.experience import ExperienceBuffer
@@ -24,6 +21,7 @@ from gateway.sessions.turn_service import TurnService
 from gateway.store import Database
 from gateway.tasks import PromptPool
 from protos.access.credentials import Credentials
+from protos.telemetry.metrics import Callback, Metric, Value, add_instruments, one
 
 STALENESS_MAX = 8
 """Of the label `behind`: what is staler has this value, too, so that its values are few."""
@@ -45,29 +43,7 @@ class Sources:
     text_proxy: TextProxy | None
 
 
-Value = tuple[float, Sequence[str]]
-"""A value, and those of the metric's labels in their order."""
 Read = Callable[[Sources], Iterable[Value]]
-Callback = Callable[[CallbackOptions], Iterable[Observation]]
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A row of the table. `unit`: for the page alone; an instrument with a unit would be served under another name.
-    `needs`: the option without which it is not served.
-    """
-
-    kind: Literal["counter", "gauge"]
-    name: str
-    unit: str
-    help: str
-    read: Read
-    labels: Sequence[str] = ()
-    needs: str = ""
-
-
-def _one(read: Callable[[Sources], float]) -> Read:
-    return lambda sources: [(read(sources), ())]
 
 
 def _per_engine(read: Callable[[EngineState], float]) -> Read:
@@ -111,7 +87,7 @@ def _credentials(read: Callable[[Credentials], float]) -> Read:
     return values
 
 
-def _counters() -> Iterable[Metric]:
+def _counters() -> Iterable[Metric[Sources]]:
     """Those of `Counters`, with its descriptions as their help."""
     units = {"trajectories": "sessions", "version": "pieces"}  # the first counts a session with several leaves once
     for name, hint in get_type_hints(Counters, include_extras=True).items():
@@ -122,10 +98,10 @@ def _counters() -> Iterable[Metric]:
 
 
 def _counter(name: str) -> Read:
-    return _one(lambda sources: getattr(sources.sessions.counters, name))
+    return one(lambda sources: getattr(sources.sessions.counters, name))
 
 
-METRICS: Sequence[Metric] = (
+METRICS: Sequence[Metric[Sources]] = (
     *_counters(),
     Metric(
         "counter",
@@ -140,35 +116,35 @@ METRICS: Sequence[Metric] = (
         "laminar_gateway_queued_turns",
         "turns",
         "Turns that wait for an engine now.",
-        _one(lambda sources: sources.fleet.statistics().queued),
+        one(lambda sources: sources.fleet.statistics().queued),
     ),
     Metric(
         "gauge",
         "laminar_gateway_buffered_trajectories",
         "sessions",
         "Finished sessions whose trajectories wait for a trainer now; those under a lease are not counted.",
-        _one(lambda sources: sources.buffer.statistics().trajectories),
+        one(lambda sources: sources.buffer.statistics().trajectories),
     ),
     Metric(
         "gauge",
         "laminar_gateway_leased_trajectories",
         "sessions",
         "Finished sessions whose trajectories a trainer has under a lease now.",
-        _one(lambda sources: sources.buffer.statistics().leased),
+        one(lambda sources: sources.buffer.statistics().leased),
     ),
     Metric(
         "counter",
         "laminar_gateway_trajectories_sampled",
         "sessions",
         "Finished sessions whose trajectories trainers got; what comes back unused counts again when it is sampled.",
-        _one(lambda sources: sources.buffer.statistics().sampled),
+        one(lambda sources: sources.buffer.statistics().sampled),
     ),
     Metric(
         "counter",
         "laminar_gateway_trajectories_acknowledged",
         "sessions",
         "Finished sessions whose trajectories trainers have used.",
-        _one(lambda sources: sources.buffer.statistics().acked),
+        one(lambda sources: sources.buffer.statistics().acked),
     ),
     Metric(
         "counter",
@@ -205,14 +181,14 @@ METRICS: Sequence[Metric] = (
         "laminar_gateway_store_failed",
         "1 or 0",
         "1 while the gateway's database cannot be written; no turn begins then.",
-        _one(lambda sources: bool(sources.database.failure)),
+        one(lambda sources: bool(sources.database.failure)),
     ),
     Metric(
         "gauge",
         "laminar_gateway_newest_version",
         "version",
         "The newest weight version that the gateway knows of.",
-        _one(lambda sources: sources.fleet.state.newest),
+        one(lambda sources: sources.fleet.state.newest),
     ),
     Metric(
         "gauge",
@@ -251,77 +227,77 @@ METRICS: Sequence[Metric] = (
         "laminar_gateway_refreshes",
         "loads",
         "Loads of a weight version into an engine that succeeded.",
-        _one(lambda sources: sources.fleet.statistics().refreshes),
+        one(lambda sources: sources.fleet.statistics().refreshes),
     ),
     Metric(
         "counter",
         "laminar_gateway_refresh_failures",
         "loads",
         "Loads of a weight version into an engine that failed.",
-        _one(lambda sources: sources.fleet.statistics().refresh_failures),
+        one(lambda sources: sources.fleet.statistics().refresh_failures),
     ),
     Metric(
         "counter",
         "laminar_gateway_refreshes_unchanged",
         "loads",
         "Loads of another version after which the engine computed exactly what it did before.",
-        _one(lambda sources: sources.fleet.statistics().refreshes_unchanged),
+        one(lambda sources: sources.fleet.statistics().refreshes_unchanged),
     ),
     Metric(
         "gauge",
         "laminar_gateway_tasks",
         "tasks",
         "Tasks in all prompt pools now.",
-        _one(lambda sources: sources.tasks.statistics().tasks),
+        one(lambda sources: sources.tasks.statistics().tasks),
     ),
     Metric(
         "gauge",
         "laminar_gateway_task_leases",
         "leases",
         "Samples of tasks that runners have under a lease now.",
-        _one(lambda sources: sources.tasks.statistics().leases),
+        one(lambda sources: sources.tasks.statistics().leases),
     ),
     Metric(
         "counter",
         "laminar_gateway_tasks_leased",
         "samples",
         "Samples of tasks that runners got.",
-        _one(lambda sources: sources.tasks.statistics().leased),
+        one(lambda sources: sources.tasks.statistics().leased),
     ),
     Metric(
         "counter",
         "laminar_gateway_tasks_finished",
         "samples",
         "Samples of tasks that runners finished with a reward.",
-        _one(lambda sources: sources.tasks.statistics().finished),
+        one(lambda sources: sources.tasks.statistics().finished),
     ),
     Metric(
         "counter",
         "laminar_gateway_tasks_failed",
         "samples",
         "Samples of tasks that failed at their runners; each is leased again until its attempts are used up.",
-        _one(lambda sources: sources.tasks.statistics().failed),
+        one(lambda sources: sources.tasks.statistics().failed),
     ),
     Metric(
         "counter",
         "laminar_gateway_tasks_released",
         "samples",
         "Samples of tasks that runners gave back.",
-        _one(lambda sources: sources.tasks.statistics().released),
+        one(lambda sources: sources.tasks.statistics().released),
     ),
     Metric(
         "counter",
         "laminar_gateway_tasks_expired",
         "leases",
         "Leases of tasks that ended by time: their runners died, or were too slow.",
-        _one(lambda sources: sources.tasks.statistics().expired),
+        one(lambda sources: sources.tasks.statistics().expired),
     ),
     Metric(
         "counter",
         "laminar_gateway_tasks_given_up",
         "samples",
         "Samples of tasks that were given up, because they failed too often.",
-        _one(lambda sources: sources.tasks.statistics().given_up),
+        one(lambda sources: sources.tasks.statistics().given_up),
     ),
     Metric(
         "gauge",
@@ -414,27 +390,13 @@ METRICS: Sequence[Metric] = (
 )
 
 
-def serve_metrics(meter: Meter, sources: Sources) -> None:
-    """Adds an instrument for each metric that a gateway with these sources has."""
+def add_metrics(
+    meter: Meter, sources: Sources, within: Callable[[Callback], Callback] = lambda callback: callback
+) -> None:
+    """Adds an instrument for each metric that a gateway with these sources has; `within`: see `add_instruments`."""
     lacking = {
         RELAYED_TEXT: sources.text_proxy is None,
         SHARED_EXPERIENCE: sources.buffer.delivery() is None,
         CREDENTIALS: sources.fleet.relays.credentials is None,
     }
-    for metric in METRICS:
-        if not lacking.get(metric.needs, False):
-            add_instrument(meter, metric, _callback(metric, sources))
-
-
-def add_instrument(meter: Meter, metric: Metric, observe: Callback) -> None:
-    """The instrument of one row, whose values come from `observe`."""
-    make = meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
-    make(metric.name, [observe], description=metric.help)
-
-
-def _callback(metric: Metric, sources: Sources) -> Callback:
-    return lambda _: [Observation(value, _labelled(metric, labels)) for value, labels in metric.read(sources)]
-
-
-def _labelled(metric: Metric, values: Sequence[str]) -> Mapping[str, str]:
-    return dict(zip(metric.labels, values, strict=True))
+    add_instruments(meter, [metric for metric in METRICS if not lacking.get(metric.needs, False)], sources, within)

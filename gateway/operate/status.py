@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from dataclasses import asdict
 from typing import Literal
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import REGISTRY, generate_latest
 
@@ -20,7 +22,7 @@ from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.text_proxy import TextProxy
-from gateway.operate.metrics import Sources, serve_metrics
+from gateway.operate.metrics import Sources, add_metrics
 from gateway.operate.report import (
     AccessReport,
     AllCounters,
@@ -39,6 +41,7 @@ from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool
 from gateway.tasks import PromptPool
 from protos.access.key_file import KeyFile
+from protos.telemetry.metrics import on_loop
 
 RATE_WINDOW_S = 10.0
 HELD_BY_MAX = 16
@@ -62,6 +65,7 @@ class GatewayStatus:
         text_proxy: TextProxy | None = None,
         database: Database,
         keys: KeyFile | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self._config, self._fleet, self._sessions, self._repacker = config, fleet, sessions, repacker
         self._trainer, self._buffer, self._pool, self._text_proxy = trainer, buffer, pool, text_proxy
@@ -72,7 +76,9 @@ class GatewayStatus:
         self._rate: deque[tuple[float, int]] = deque(maxlen=256)
         self._provider = MeterProvider(metric_readers=[PrometheusMetricReader(disable_target_info=True)])
         sources = Sources(fleet, sessions, buffer, database, tasks, trainer, text_proxy)
-        serve_metrics(self._provider.get_meter("laminar.gateway"), sources)
+        add_metrics(self._provider.get_meter("laminar.gateway"), sources)
+        if meter is not None:  # it collects in a thread of its own
+            add_metrics(meter, sources, on_loop(asyncio.get_running_loop()))
 
     def close(self) -> None:
         self._provider.shutdown()

@@ -29,6 +29,7 @@ from gateway.core.groups import GiveUp, Resample
 from gateway.core.lengths import SessionDurations
 from gateway.core.rewards import Given, note, revised, turn_of
 from gateway.core.sessions import SessionState
+from gateway.core.spans import session_span
 from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
 from gateway.experience.stores import Undelivered
@@ -44,6 +45,7 @@ from gateway.store.groups import Group
 from gateway.store.sessions import SessionStore
 from protos.errors import Conflict, LaminarError
 from protos.foreign_text import quoted
+from protos.telemetry.logs import about
 from protos.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
@@ -165,7 +167,10 @@ class Endings:
     def _to_be_stored(self, state: SessionState) -> bool:
         """Whether the trajectories enter the experience buffer."""
         if state.contradicted:
-            log.error("session %s is not trained on: engines contradict its versions", quoted(state.session_id))
+            extra = about(state.spec.trace, session=state.session_id)
+            log.error(
+                "session %s is not trained on: engines contradict its versions", quoted(state.session_id), extra=extra
+            )
             return False
         return state.spec.trains
 
@@ -275,7 +280,8 @@ class Endings:
         try:
             await self._shielded.run(self._abandon_over(state), f"expire-{state.session_id}")
         except LaminarError as e:  # the next round tries again
-            log.error("session %s is over, and cannot be ended: %s", quoted(state.session_id), e)
+            extra = about(state.spec.trace, session=state.session_id)
+            log.error("session %s is over, and cannot be ended: %s", quoted(state.session_id), e, extra=extra)
 
     async def make_room(self) -> None:
         """Abandons idle sessions of unnamed calls, where there are too many."""
@@ -364,6 +370,8 @@ class Endings:
             **environment(state.spec),
             **fields,
         )
+        if (tracer := self._live.tracer) is not None and (trace := state.spec.trace) is not None and trace.sampled:
+            tracer.record(session_span(state, trace, ended.how, unix_s()))
         self._sessions.forget(state, ended)
 
 

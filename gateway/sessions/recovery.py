@@ -24,6 +24,7 @@ from gateway.store.partial_rows import KeptTurn
 from gateway.store.sessions import KeptSession, SessionStore
 from protos.errors import Corrupt
 from protos.foreign_text import quoted
+from protos.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ async def recover(sessions: TurnService, store: SessionStore, pool: PartialRespo
                 "session %s cannot go on: %s; it counts as abandoned, and its rows stay as they are",
                 quoted(session_id),
                 e,
+                extra=about(session=session_id),
             )
             sessions.give_up(session_id)
     for session_id, kept in named.items():
@@ -72,7 +74,8 @@ def _state(
     since = time.time() - sessions.config.idempotency_window_s
     if all(not t.record.request.origin.unnamed or (t.ended_unix_s or since + 1) < since for t in turns):
         return None
-    return sessions.live.restore(SessionSpec(session_id, GroupId(session_id), ephemeral=True, train=False))
+    trace = turns[0].record.request.origin.trace
+    return sessions.live.restore(SessionSpec(session_id, GroupId(session_id), ephemeral=True, train=False, trace=trace))
 
 
 def _restore_turns(

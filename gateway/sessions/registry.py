@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from gateway.config import GatewayConfig
 from gateway.core.access import ATTACH, CALL, Caller, Target, finish_key, owner_of, require
@@ -25,12 +26,20 @@ from gateway.sessions.known_groups import KnownGroups
 from gateway.store import Timeline
 from gateway.store.sessions import ENDED_MAX, SessionStore
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Unavailable, UnsupportedField
+from protos.telemetry.spans import Tracer
 
 
 class SessionRegistry:
     def __init__(
-        self, config: GatewayConfig, fleet: FleetState, store: SessionStore, timeline: Timeline, groups: KnownGroups
+        self,
+        config: GatewayConfig,
+        fleet: FleetState,
+        store: SessionStore,
+        timeline: Timeline,
+        groups: KnownGroups,
+        tracer: Tracer | None = None,
     ) -> None:
+        self.tracer = tracer
         self.draining = False  # the gateway shuts down: nothing new begins
         self._config, self._fleet, self._store, self._timeline = config, fleet, store, timeline
         self._groups = groups
@@ -112,10 +121,12 @@ class SessionRegistry:
         if identity.session_id is None:
             name = SessionId(f"call-{secrets.token_hex(8)}")
             kept = identity.kept
-            spec = SessionSpec(name, GroupId(name), ephemeral=not kept, unnamed=kept, train=False, owner=owner)
+            spec = SessionSpec(
+                name, GroupId(name), ephemeral=not kept, unnamed=kept, train=False, owner=owner, trace=identity.trace
+            )
             return self.create(spec)[0]
         if (known := self.owner(identity.session_id)) is None:
-            spec = SessionSpec(identity.session_id, GroupId(identity.session_id), owner=owner)
+            spec = SessionSpec(identity.session_id, GroupId(identity.session_id), owner=owner, trace=identity.trace)
             self.check_rights(spec, identity.caller)
             return self.create(spec)[0]
         require(CALL, identity.caller, Target(identity.session_id, known))
@@ -136,6 +147,8 @@ class SessionRegistry:
         It is on disk once `saved` returns, and before any turn of it.
         """
         self._check(spec)
+        if self.tracer is not None and spec.trace is None:
+            spec = replace(spec, trace=self.tracer.begin())
         now = unix_s()
         state = self._live[spec.session_id] = SessionState(spec, now, now, version=spec.version)
         self._note_parent(spec)

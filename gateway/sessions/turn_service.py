@@ -17,6 +17,7 @@ from gateway.core.fleet import staleness_histogram
 from gateway.core.lengths import TurnLengths
 from gateway.core.retries import Attention, Call, attempt_of
 from gateway.core.sessions import SessionState
+from gateway.core.spans import turn_span
 from gateway.core.types import EngineName, SessionId, TurnId, TurnRecord, TurnRequest, Version
 from gateway.fleet.fleet import Fleet
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
@@ -27,7 +28,7 @@ from gateway.sessions.trainer import Trainer, count
 from gateway.store import PartialResponsePool, Timeline
 from gateway.turns.joinable import JoinableTurns
 from gateway.turns.running import RunningTurn
-from protos.errors import LaminarError, Unavailable
+from protos.errors import Conflict, LaminarError, Unavailable
 
 CONCLUDE_PATIENCE_S = 1.0
 """For a client that has left, or is just receiving its answer, when its session is finished."""
@@ -47,6 +48,7 @@ class TurnService:
         vocab_size: int = 1 << 31,
     ) -> None:
         self.config, self.live, self.fleet = config, live, fleet
+        self.tracer = live.tracer
         self.counters = Counters()
         self.eos_ids, self.vocab_size = eos_ids, vocab_size
         self.joinable = JoinableTurns(config.idempotency_window_s)
@@ -212,7 +214,8 @@ class TurnService:
 
     def turn_began(self, turn: RunningTurn) -> SessionState:
         state = self.live.get(turn.request.session_id)
-        state.begin_turn(turn.request, unix_s())
+        turn.began_unix_s = unix_s()
+        state.begin_turn(turn.request, turn.began_unix_s)
         turn.session = state
         self.joinable.begin(turn)
         self.counters.turns_started += 1
@@ -231,15 +234,28 @@ class TurnService:
         newest = self.fleet.state.newest
         for segment in turn.record.segments:
             count(self._trainer.staleness.generation, newest - segment.version, segment.end - segment.start)
+        if self.tracer is not None:
+            self._record_span(turn, turn.record.finish_reason or "")
         if turn.session.spec.ephemeral and not turn.session.running:
             self.forget(turn.session)
 
     def turn_dropped(self, turn: RunningTurn, why: Exception) -> None:
         self.joinable.end(turn, time.monotonic())
         turn.session.drop_turn(turn.request.turn_id, unix_s())
+        if self.tracer is not None:
+            self._record_span(turn, "aborted" if isinstance(why, Conflict) else "lost", str(why))
         turn.session.last_dropped = f"turn {turn.request.turn_index}: {why}; {len(turn.record.token_ids)} tokens kept"
         if turn.session.spec.ephemeral and not turn.session.running:
             self.forget(turn.session)
+
+    def turn_suspended(self, turn: RunningTurn) -> None:
+        if self.tracer is not None:
+            self._record_span(turn, "suspended")
+
+    def _record_span(self, turn: RunningTurn, outcome: str, error: str = "") -> None:
+        spec = turn.session.spec
+        if self.tracer is not None and spec.trace is not None and spec.trace.sampled:
+            self.tracer.record(turn_span(spec, spec.trace, turn.record, turn.began_unix_s, unix_s(), outcome, error))
 
     async def conclude(self, session_id: SessionId) -> None:
         """Ends the session's turns that nobody reads any more."""

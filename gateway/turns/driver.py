@@ -31,6 +31,7 @@ from gateway.core.prefixes import chain
 from gateway.core.sampling import kinds_for, segment_sampling, tied_by
 from gateway.core.scheduler import Demand, Placement
 from gateway.core.sessions import SessionState
+from gateway.core.spans import pause_span, segment_span, segment_trace, turn_trace
 from gateway.core.types import EngineName, SegmentCause
 from gateway.engines.base import EngineAdapter, EngineChunk, StreamCut
 from gateway.fleet.fleet import Fleet
@@ -39,6 +40,9 @@ from gateway.store import PartialResponsePool, Timeline
 from gateway.turns.audience import Audience
 from gateway.turns.transcript import Transcript
 from protos.errors import LaminarError, TurnLost
+from protos.telemetry.context import TraceContext
+from protos.telemetry.logs import about
+from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -86,12 +90,15 @@ class Driver:
         pool: PartialResponsePool,
         timeline: Timeline,
         resumed: bool,
+        tracer: Tracer | None = None,
     ) -> None:
         self._transcript, self._audience = transcript, audience
         self._record, self._request = transcript.record, transcript.request
         self._session: SessionState
         self._counters, self._fleet, self._pool, self._timeline = counters, fleet, pool, timeline
         self._resumed = resumed
+        self._tracer = tracer
+        self._trace: TraceContext | None = None  # of the turn's span; None without tracing
         self._stream: asyncio.Task[None] | None = None
         self._departure: Departure | None = None  # requested; the stream has not ended yet
         self._awaited: Departure | None = None  # made; the first token from elsewhere has not come yet
@@ -139,9 +146,11 @@ class Driver:
             return False
         return not most or self._load is None or self._load.tokens_max <= most
 
-    async def run_to_end(self, session: SessionState) -> None:
+    async def run_to_end(self, session: SessionState, began_unix_s: float) -> None:
         """Until the record has the finish reason, which is not shown yet. Raises what ends the turn otherwise."""
         self._session = session
+        if self._tracer is not None and session.spec.trace is not None:
+            self._trace = turn_trace(session.spec.trace, self._request.turn_id, began_unix_s)
         config = self._fleet.config
         if self._transcript.complete:  # it was cut or suspended between its last token and its end
             self._finish_here()
@@ -269,6 +278,8 @@ class Driver:
         self._engine = placement.engine
         state = handle.state
         self._transcript.open_segment(state, cause)
+        if self._trace is not None:
+            self._record_pause(self._trace)
         self._departure = None
         stream_name = f"stream-{self._request.turn_id}"
         self._stream = asyncio.create_task(self._consume(handle.adapter, placement.engine), name=stream_name)
@@ -291,6 +302,8 @@ class Driver:
         departed = ended and departure is not None and stream.cancelled()
         end = "finished" if self._record.finish_reason else "moved" if departed else "cut"
         self._transcript.close_segment(end, self._session.spec.group_id)
+        if self._trace is not None:
+            self._record_segment(self._trace, end)
         self._fleet.places.leave(engine, self._request.turn_id)
         if departure is not None and not departed:
             departure.fail()
@@ -304,7 +317,8 @@ class Driver:
         prompt = (*self._request.prompt_ids, *self._record.token_ids)
         request_id = f"{self._request.turn_id}-{self._transcript.last_segment}"
         self._pace.begin()
-        async with adapter.generate(prompt, sampling, request_id, self._request.session_id) as stream:
+        traceparent = "" if self._trace is None else self._segment_trace(self._trace).traceparent
+        async with adapter.generate(prompt, sampling, request_id, self._request.session_id, traceparent) as stream:
             self._audience.start()
             await stream.deliver(self._take)
         assert self._last is not None
@@ -347,15 +361,45 @@ class Driver:
             departure.arrived.set_result(time.monotonic() - departure.requested_at)
         self._awaited = None
 
+    # -- spans
+
+    def _segment_trace(self, turn: TraceContext) -> TraceContext:
+        return segment_trace(turn, self._request.turn_id, self._transcript.last_segment)
+
+    def _record_pause(self, turn: TraceContext) -> None:
+        """After a segment began: the time since the one before."""
+        segments, last = self._record.segments, self._transcript.last_segment
+        if self._tracer is not None and turn.sampled and last:
+            self._tracer.record(pause_span(turn, self._request, last, segments[-2], segments[-1]))
+
+    def _record_segment(self, turn: TraceContext, end: str) -> None:
+        """After it was closed."""
+        if self._tracer is not None and turn.sampled:
+            last = self._transcript.last_segment
+            self._tracer.record(segment_span(turn, self._request, last, self._record.segments[-1], end))
+
     def _note_cut(self, engine: EngineName, cut: StreamCut) -> None:
         counters = self._counters
         counters.turns_cut += 1
         counters.cuts_by_reason[cut.reason] = counters.cuts_by_reason.get(cut.reason, 0) + 1
-        log.warning("turn %s cut after %d tokens: %s", self._request.turn_id, len(self._record.token_ids), cut)
+        log.warning(
+            "turn %s cut after %d tokens: %s",
+            self._request.turn_id,
+            len(self._record.token_ids),
+            cut,
+            extra=self._about(engine),
+        )
         self._timeline.add("turn", turn_id=self._request.turn_id, engine=engine, state="cut", reason=cut.reason)
         self._fleet.suspect(engine)
 
     def lost(self, why: str) -> LaminarError:
         self._counters.turns_lost += 1
-        log.error("turn %s is lost: %s", self._request.turn_id, why)
+        log.error("turn %s is lost: %s", self._request.turn_id, why, extra=self._about(None))
         return TurnLost(f"turn {self._request.turn_id} is lost: {why}", hint="send the request again")
+
+    def _about(self, engine: EngineName | None) -> dict[str, str | int]:
+        """What a log record of this turn is about."""
+        version = None if not self._record.segments else self._transcript.version
+        return about(
+            self._trace, session=self._request.session_id, turn=self._request.turn_id, engine=engine, version=version
+        )

@@ -36,6 +36,7 @@ from gateway.turns.audience import CLAIM_S, Audience, TakeDelta
 from gateway.turns.driver import Driver
 from gateway.turns.transcript import Transcript
 from protos.errors import Conflict, LaminarError, OutOfCapacity, Unavailable, VersionLost
+from protos.telemetry.spans import Tracer
 from protos.trajectories import Segment, VersionChange
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class TurnOwner(Protocol):
     """The session side of a turn: notified when the turn begins and how it ended."""
 
     counters: Counters
+    tracer: Tracer | None
     eos_ids: frozenset[int]
     vocab_size: int
 
@@ -53,6 +55,8 @@ class TurnOwner(Protocol):
     def turn_ended(self, run: RunningTurn) -> None: ...
 
     def turn_dropped(self, run: RunningTurn, why: Exception) -> None: ...
+
+    def turn_suspended(self, run: RunningTurn) -> None: ...
 
 
 class RunningTurn:
@@ -75,6 +79,7 @@ class RunningTurn:
         self.record = TurnRecord(request) if record is None else record
         self.audience = Audience(self.record, attention)
         self.session: SessionState
+        self.began_unix_s = 0.0  # in this life of the gateway
         self._owner, self._fleet, self._pool = owner, fleet, pool
         self._resumed = record is not None
         self._transcript = Transcript(
@@ -94,6 +99,7 @@ class RunningTurn:
             pool=pool,
             timeline=timeline,
             resumed=self._resumed,
+            tracer=owner.tracer,
         )
         self._task: asyncio.Task[None] | None = None
         self._shielded = ShieldedTasks()
@@ -296,6 +302,7 @@ class RunningTurn:
         await self._stop_driver()
         if not self._ended:
             self._ended = True
+            self._owner.turn_suspended(self)
             kept = self._fleet.config.data is not None
             hint = "send it again: the turn will go on" if kept else "send it again"
             self.audience.end(Unavailable("the gateway is shutting down", hint=hint))
@@ -346,7 +353,7 @@ class RunningTurn:
                 parent = self.request.parent
                 self._pool.begin(self.request, 0 if parent is None else self.session.tree.turns[parent].end)
                 self._in_pool = True
-            await self._driver.run_to_end(self.session)
+            await self._driver.run_to_end(self.session, self.began_unix_s)
             self._complete()
             # Readers get the finish before the end is on disk, so that what they record of the answer is one commit
             # with it. None of them leaves the turn before the commit: `_detach` waits for this task.

@@ -43,6 +43,7 @@ from protos.errors import (
     VersionLost,
 )
 from protos.laminar.v1 import relay_pb2 as pb
+from protos.telemetry.context import TRACEPARENT, current_traceparent
 from protos.version_labels import given_labels
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def announcement(
         num_ranks=rank.count,
         refuse_change=options.get("refuse_change", False),
         plain_files=[pb.FileSpec(name=file.name, size_bytes=file.size_bytes) for file in plain],
-        labels=given_labels(options),
+        labels=given_labels({TRACEPARENT: current_traceparent(), **options}),
         **for_master,
     )
     if (num_bytes := request.ByteSize()) > ANNOUNCEMENT_BYTES_MAX:

@@ -30,6 +30,7 @@ from protos.access.credentials import Credentials, from_environment
 from protos.errors import LaminarError, NotFound, StaleEpoch, Unavailable
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
+from protos.telemetry.context import TRACEPARENT
 from protos.version_labels import VersionLabels, read_labels
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Lease:
     root_digest: str
     step: int
     ttl_s: float
+    traceparent: str = ""  # of the span with which the version came to the relay; empty if that is not traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +278,18 @@ class RelayClient:
         relay by `ttl_s`, and gives way, the oldest first, to a version that finds no other room.
         """
         request = pb.AcquireRequest(model=model, version=version, holder=holder, ttl_s=ttl_s, copies=copies)
-        lease = await self.call(self.stub.Acquire(request, timeout=self.timeout_s))
+        call = self.stub.Acquire(request, timeout=self.timeout_s)
+        lease = await self.call(call)
+        metadata = dict(await self.call(call.initial_metadata()))
         return Lease(
-            lease.lease_id, lease.model, lease.version, Path(lease.path), lease.root_digest, lease.step, lease.ttl_s
+            lease.lease_id,
+            lease.model,
+            lease.version,
+            Path(lease.path),
+            lease.root_digest,
+            lease.step,
+            lease.ttl_s,
+            str(metadata.get(TRACEPARENT, "")),
         )
 
     async def renew(self, lease: Lease) -> None:

@@ -1,17 +1,13 @@
-"""A relay's metrics for Prometheus, through OpenTelemetry: a table of them, read when they are scraped.
-
-docs/reference/metrics.md is made of the same table.
-"""
+"""The table of a relay's metrics, and the port where Prometheus reads them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Meter, Observation
+from opentelemetry.metrics import Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import start_http_server
@@ -21,9 +17,7 @@ from paramserver.daemon.parts import RelayParts
 from paramserver.data.server import DataServer
 from protos.access.credentials import Credentials
 from protos.errors import Conflict
-
-OTEL_UNITS = {"bytes": "By", "seconds": "s"}
-"""OpenTelemetry's codes of the units that stand in the names of served metrics; others do not."""
+from protos.telemetry.metrics import Metric, Value, add_instruments, one
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +26,6 @@ class Sources:
 
     parts: RelayParts
     data: DataServer
-
-
-Value = tuple[float, Sequence[str]]
-"""A value, and those of the metric's labels in their order."""
-Callback = Callable[[CallbackOptions], Iterable[Observation]]
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A row of the table. Where it is served, bytes and seconds are added to `name`, and `_total` to a counter's."""
-
-    kind: Literal["counter", "gauge"]
-    name: str
-    unit: str
-    help: str
-    read: Callable[[Sources], Iterable[Value]]
-    labels: Sequence[str] = ()
-
-
-def _one(read: Callable[[Sources], float]) -> Callable[[Sources], Iterable[Value]]:
-    return lambda sources: [(read(sources), ())]
 
 
 def _of_newest(read: Callable[[Sealed], float]) -> Callable[[Sources], Iterable[Value]]:
@@ -75,7 +48,7 @@ def _of_credentials(read: Callable[[Credentials], float]) -> Callable[[Sources],
     return values
 
 
-METRICS: Sequence[Metric] = (
+METRICS: Sequence[Metric[Sources]] = (
     Metric(
         "gauge",
         "laminar_relay_newest_version",
@@ -97,56 +70,56 @@ METRICS: Sequence[Metric] = (
         "laminar_relay_pool",
         "bytes",
         "Size of the pool of snapshots (--pool-bytes).",
-        _one(lambda sources: sources.parts.store.pool.pool_bytes),
+        one(lambda sources: sources.parts.store.pool.pool_bytes),
     ),
     Metric(
         "gauge",
         "laminar_relay_pool_used",
         "bytes",
         "Bytes of snapshots in the pool.",
-        _one(lambda sources: sources.parts.store.pool.statistics().used_bytes),
+        one(lambda sources: sources.parts.store.pool.statistics().used_bytes),
     ),
     Metric(
         "gauge",
         "laminar_relay_pool_quarantined",
         "bytes",
         "Bytes of retired versions that processes still map: their memory is reused once they are unmapped.",
-        _one(lambda sources: sources.parts.store.pool.statistics().quarantined_bytes),
+        one(lambda sources: sources.parts.store.pool.statistics().quarantined_bytes),
     ),
     Metric(
         "gauge",
         "laminar_relay_spill_failures",
         "versions",
         "Versions that could not be written to the disk of --spill since the start; 0 without it.",
-        _one(lambda sources: 0 if sources.parts.spill is None else sources.parts.spill.failures),
+        one(lambda sources: 0 if sources.parts.spill is None else sources.parts.spill.failures),
     ),
     Metric(
         "gauge",
         "laminar_relay_commits_in_doubt",
         "versions",
         "Versions whose sealing transaction was sent to etcd and is not answered yet.",
-        _one(lambda sources: sources.parts.drafts.num_in_doubt()),
+        one(lambda sources: sources.parts.drafts.num_in_doubt()),
     ),
     Metric(
         "gauge",
         "laminar_relay_pins",
         "pins",
         "Pins that engines and gateways hold on versions here.",
-        _one(lambda sources: len(sources.parts.pins.all())),
+        one(lambda sources: len(sources.parts.pins.all())),
     ),
     Metric(
         "gauge",
         "laminar_relay_transfers",
         "versions",
         "Versions that the relay is receiving now.",
-        _one(lambda sources: len(sources.parts.fetches.transfers())),
+        one(lambda sources: len(sources.parts.fetches.transfers())),
     ),
     Metric(
         "gauge",
         "laminar_relay_registry_reachable",
         "1 or 0",
         "1 while etcd answers the relay.",
-        _one(lambda sources: sources.parts.lease.reachable),
+        one(lambda sources: sources.parts.lease.reachable),
     ),
     Metric(
         "gauge",
@@ -167,18 +140,21 @@ METRICS: Sequence[Metric] = (
         "laminar_relay_sent",
         "bytes",
         "Bytes sent to other relays and to clients that pull.",
-        _one(lambda sources: sources.data.bytes_sent),
+        one(lambda sources: sources.data.bytes_sent),
     ),
 )
+
+
+def export_metrics(meter: Meter, parts: RelayParts, data: DataServer) -> None:
+    """The metrics as instruments of `meter`, which reads them in a thread of its own."""
+    add_instruments(meter, METRICS, Sources(parts, data))
 
 
 def serve_metrics(host: str, port: int, parts: RelayParts, data: DataServer) -> tuple[str, Callable[[], None]]:
     """Serves /metrics; returns "host:port" and what stops it. Conflict when the port is taken."""
     reader = PrometheusMetricReader()
     provider = MeterProvider([reader], Resource({"service.name": "laminar-relay", "relay": parts.config.name}))
-    meter, sources = provider.get_meter("laminar.relay"), Sources(parts, data)
-    for metric in METRICS:
-        add_instrument(meter, metric, _callback(metric, sources))
+    export_metrics(provider.get_meter("laminar.relay"), parts, data)
     try:
         server, thread = start_http_server(port, host)
     except OSError as error:
@@ -193,15 +169,3 @@ def serve_metrics(host: str, port: int, parts: RelayParts, data: DataServer) -> 
         provider.shutdown()
 
     return f"{host}:{server.server_port}", stop
-
-
-def add_instrument(meter: Meter, metric: Metric, observe: Callback) -> None:
-    """The instrument of one row, whose values come from `observe`."""
-    make = meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
-    make(metric.name, [observe], OTEL_UNITS.get(metric.unit, ""), metric.help)
-
-
-def _callback(metric: Metric, sources: Sources) -> Callback:
-    return lambda _: [
-        Observation(value, dict(zip(metric.labels, labels, strict=True))) for value, labels in metric.read(sources)
-    ]

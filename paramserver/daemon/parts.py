@@ -36,6 +36,7 @@ from paramserver.relay.reconciler import Reconciler
 from paramserver.relay.relay import Relay
 from paramserver.relay.watchers import Watchers
 from protos.access.credentials import Credentials
+from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class RelayParts:
         bind_host: str = "",
         credentials: Credentials | None = None,
         dial: Callable[[str], RelayClient] | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`bind_host`: the address that connections to other relays come from; "": any. `credentials`: with which this
         relay calls others. `dial`: see MasterDuties."""
@@ -79,6 +81,7 @@ class RelayParts:
             spill=spill,
             tasks=self.tasks,
             changes=self.changes,
+            tracer=tracer,
         )
         self.relay = Relay(
             lease,
@@ -97,6 +100,8 @@ class RelayParts:
             models=self.models,
             drafts=self.drafts,
             relay_tasks=self.tasks,
+            relay_name=config.name,
+            tracer=tracer,
         )
         self.claims = RunClaims(self.elections, self.drafts, self.sealer, self.changes)
         self.duties = MasterDuties(
@@ -115,6 +120,7 @@ class RelayParts:
             claims=self.claims,
             sealer=self.sealer,
             comparison=Comparison(self.models, store, self.refused_loads),
+            tracer=tracer,
         )
 
     async def run(self) -> None:

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from paramserver.config import RelayConfig
 from paramserver.core.records import Member, RegisteredEngine
 from paramserver.daemon.access import AccessInterceptor, check_serves, server_credentials
-from paramserver.daemon.metrics import serve_metrics
+from paramserver.daemon.metrics import export_metrics, serve_metrics
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.provider import SnapshotProvider
 from paramserver.daemon.service import RelayService
@@ -43,6 +43,7 @@ from protos.access.unix_socket import group_id
 from protos.errors import Conflict, Corrupt, InvalidRequest, OutOfCapacity
 from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
 from protos.process import cannot_listen
+from protos.telemetry import options as telemetry_options
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,9 @@ async def relay_process(
     grpc_address = _bind(server, config, credentials)
     async with contextlib.AsyncExitStack() as stack:
         # Closing runs in the reverse order: streams end, control stops taking calls, fetches end, the lease is revoked,
-        # the data port closes, and last the memory goes.
+        # the data port closes, the memory goes, and last the telemetry.
+        telemetry = telemetry_options.start(config.telemetry, "laminar-relay", relay=config.name)
+        stack.push_async_callback(asyncio.to_thread, telemetry.close)
         registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S, access=config.etcd_access)
         stack.push_async_callback(registry.close)
         store, found = await _open_store(config, stack)
@@ -135,7 +138,10 @@ async def relay_process(
         lease = MemberLease(registry, _member(config, grpc_address, data_address), ttl_s=config.lease_ttl_s)
         spill = _open_spill(config, lease, stack)
         bind_host = data_host if config.bind_interface else ""
-        parts = RelayParts(config, lease, store, spill=spill, nixl=nixl, bind_host=bind_host, credentials=credentials)
+        tracer = telemetry.tracer
+        parts = RelayParts(
+            config, lease, store, spill=spill, nixl=nixl, bind_host=bind_host, credentials=credentials, tracer=tracer
+        )
 
         data = DataServer(SnapshotProvider(parts), max_rate=config.max_rate, nixl=nixl)
         stack.push_async_callback(asyncio.to_thread, data.close)
@@ -168,6 +174,8 @@ async def relay_process(
         if config.metrics_port is not None:
             addresses["metrics"], stop_metrics = serve_metrics(config.host, config.metrics_port, parts, data)
             stack.push_async_callback(asyncio.to_thread, stop_metrics)
+        if telemetry.meter is not None:
+            export_metrics(telemetry.meter, parts, data)
         await server.start()
         stack.push_async_callback(server.stop, DRAIN_S)
         stack.callback(parts.end_streams)

@@ -18,6 +18,7 @@ import grpc.aio
 from paramserver.background import FailureLog
 from paramserver.core.layout import PlainFile, TensorSpec
 from paramserver.core.records import Epoch, Rank, check_model_name
+from paramserver.core.spans import relay_trace
 from paramserver.core.ticket_status import GivenUp, TicketQuery, ticket_status
 from paramserver.daemon.operations import Operations
 from paramserver.daemon.parts import RelayParts
@@ -27,6 +28,7 @@ from protos.announce_options import master_options
 from protos.errors import InvalidRequest, LaminarError, NotFound, Unavailable, UnsupportedField
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
+from protos.telemetry.context import TRACEPARENT
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +131,8 @@ class RelayService(pb_grpc.RelayServicer):
         pin, sealed, path = await self._pins.acquire(
             secrets.token_hex(12), request.model, version, request.holder, request.ttl_s, request.copies
         )
+        if (trace := relay_trace(sealed.labels, self._name)) is not None:
+            await context.send_initial_metadata(((TRACEPARENT, trace.traceparent),))
         return pb.Lease(
             lease_id=pin.lease_id,
             model=pin.model,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +29,7 @@ class Draft:
     announced: Announced
     snapshot: Snapshot
     token: str
+    announced_unix_s: float = field(default_factory=time.time)
     owners: tuple[int, ...] = (0,)  # per file: the rank that writes it
     num_ranks: int = 1
     committed: set[int] = field(default_factory=set)

@@ -20,6 +20,7 @@ from paramserver.core.chain import next_plan
 from paramserver.core.chunk_size import choose_chunk_bytes, typical
 from paramserver.core.layout import RELAY, Layout, Part, PlainFile, TensorSpec, plan_ranks
 from paramserver.core.records import SOLE, Announced, Epoch, FileSpec, Manifest, Plan, Rank, digest, part_root
+from paramserver.core.spans import begun
 from paramserver.master.claims import RunClaims
 from paramserver.master.comparison import Comparison
 from paramserver.master.drafts import Draft, Drafts
@@ -34,6 +35,7 @@ from paramserver.relay.pins import RelayPins
 from paramserver.relay.reconciler import Reconciler
 from protos.announce_options import MasterOptions
 from protos.errors import Conflict, OutOfCapacity, StaleEpoch, VersionLost
+from protos.telemetry.spans import Tracer
 from protos.version_labels import check_labels
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Publications:
         claims: RunClaims,
         sealer: Sealer,
         comparison: Comparison,
+        tracer: Tracer | None = None,
     ) -> None:
         self._config = config
         self._lease, self._view, self._elections = lease, lease.view, elections
@@ -68,6 +71,7 @@ class Publications:
         self._models, self._pins = models, pins
         self._store, self._allocator = store, allocator
         self._drafts, self._claims, self._sealer, self._comparison = drafts, claims, sealer, comparison
+        self._tracer = tracer
         self._plans: dict[str, Plan] = {}  # the newest given here, of each model
         self._rendezvous: dict[tuple[str, str, int], Rendezvous] = {}
 
@@ -102,6 +106,7 @@ class Publications:
         async def begin(parts: Sequence[Part]) -> Draft:
             of_all = _labels(parts)
             check_labels(of_all)
+            of_all = begun(of_all, self._tracer)
             layout = await asyncio.to_thread(plan_ranks, parts)  # of many tensors it takes a second
             refuse = any(one.refuse_change for one in parts)
             warnings = await self._comparison.warnings(model, run, layout, refuse=refuse)

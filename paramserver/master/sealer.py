@@ -23,6 +23,7 @@ import msgspec
 from paramserver.background import BackgroundTasks, FailureLog
 from paramserver.core import view as keys
 from paramserver.core.records import Ended, Epoch, Manifest, Sealed
+from paramserver.core.spans import publish_span, relay_trace
 from paramserver.master.drafts import Draft, Drafts
 from paramserver.membership.registry import RETRY_S, Absent, Put
 from paramserver.relay.elections import Elections
@@ -30,6 +31,8 @@ from paramserver.relay.models import ModelTable
 from paramserver.relay.reconciler import Reconciler
 from paramserver.relay.relay import Relay
 from protos.errors import LaminarError, StaleEpoch, Unavailable
+from protos.telemetry.logs import about
+from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +52,15 @@ class Sealer:
         models: ModelTable,
         drafts: Drafts,
         relay_tasks: BackgroundTasks,
+        relay_name: str,
+        tracer: Tracer | None = None,
     ) -> None:
         """`relay_tasks` are finished before the relay gives its lease up; the sealer's own are cancelled."""
         self._elections, self._relay, self._reconciler = elections, relay, reconciler
         self._models, self._drafts = models, drafts
         self._relay_tasks, self._tasks = relay_tasks, BackgroundTasks(log)
         self._failures = FailureLog(log)
+        self._name, self._tracer = relay_name, tracer
 
     async def close(self) -> None:
         await self._tasks.cancel()
@@ -171,7 +177,8 @@ class Sealer:
 
     def _sealed(self, draft: Draft, sealed: Sealed) -> None:
         draft.state = "sealed"
-        log.info("%s sealed, root %s", draft.snapshot, sealed.root_digest)
+        log.info("%s sealed, root %s", draft.snapshot, sealed.root_digest, extra=self._about(draft))
+        self._record_span(draft)
         self._reconciler.record(sealed.model, sealed.version, sealed)
 
     def fail(self, draft: Draft, reason: str) -> None:
@@ -181,12 +188,31 @@ class Sealer:
         reason = reason[:REASON_MAX]
         draft.state, draft.reason = "failed", reason
         manifest = draft.manifest
-        log.warning("%s is given up: %s", draft.snapshot, reason)
+        log.warning("%s is given up: %s", draft.snapshot, reason, extra=self._about(draft))
+        self._record_span(draft, error=reason)
         ended = Ended("aborted", reason)
         if not self._drafts.is_current(draft):
             return
         self._reconciler.record(manifest.model, manifest.version, ended)
         self._relay_tasks.spawn(self._write_end(manifest, ended))
+
+    def _about(self, draft: Draft) -> dict[str, str | int]:
+        trace = relay_trace(draft.announced.labels, self._name)
+        return about(trace, model=draft.manifest.model, version=draft.manifest.version)
+
+    def _record_span(self, draft: Draft, *, error: str = "") -> None:
+        if self._tracer is None:
+            return
+        span = publish_span(
+            draft.manifest,
+            draft.announced.labels,
+            self._name,
+            announced_unix_s=draft.announced_unix_s,
+            ended_unix_s=time.time(),
+            error=error,
+        )
+        if span is not None:
+            self._tracer.record(span)
 
     async def _write_end(self, manifest: Manifest, ended: Ended) -> None:
         try:

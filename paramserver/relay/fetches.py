@@ -29,6 +29,7 @@ from paramserver.memory.store import Snapshot
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.models import ModelTable
 from protos.errors import LaminarError
+from protos.telemetry.logs import about
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ class Fetches:
             holding = Holding(fetch.upstream, fetch.rate_bytes_s, fetch.rtt_s, fetch.transport)
             return Fetched(root, holding, time.monotonic() - started)
         except LaminarError as error:
-            log.warning("%s did not come: %s", snapshot, error)
+            extra = about(model=manifest.model, version=manifest.version)
+            log.warning("%s did not come: %s", snapshot, error, extra=extra)
         except Exception as error:  # noqa: BLE001  (the version is tried again; it must not be under way for ever)
             self._failures.failed(what, error)
             await asyncio.sleep(FAILED_RETRY_S)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
 
 from paramserver.background import BackgroundTasks
 from paramserver.config import show_bytes
 from paramserver.core.records import Announced, Ended, Sealed
+from paramserver.core.spans import fetch_span, relay_trace
 from paramserver.core.versions import Drop, Effect, Fetch, Notify, Show
 from paramserver.data.spill import Spill
 from paramserver.memory.allocator import PoolAllocator
@@ -30,6 +32,8 @@ from paramserver.relay.pins import RelayPins
 from paramserver.relay.removals import Removals
 from paramserver.relay.watchers import Watchers
 from protos.errors import OutOfCapacity, TooLarge
+from protos.telemetry.logs import about
+from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +55,9 @@ class Reconciler:
         spill: Spill | None,
         tasks: BackgroundTasks,
         changes: Changes,
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._lease, self._view, self._holdings = lease, lease.view, lease.holdings
         self._elections = elections
         self._models = models
@@ -158,7 +164,16 @@ class Reconciler:
         snapshot = self._store.get(sealed.model, sealed.version)
         assert snapshot is not None
         path = self._store.publish(snapshot)
-        log.info("%s version %d (step %d) available at %s", sealed.model, sealed.version, sealed.step, path)
+        log.info(
+            "%s version %d (step %d) available at %s",
+            sealed.model,
+            sealed.version,
+            sealed.step,
+            path,
+            extra=about(
+                relay_trace(sealed.labels, self._lease.member.name), model=sealed.model, version=sealed.version
+            ),
+        )
         self._holdings.hold(sealed.model, sealed.version, snapshot.holding)
         if self._spill is not None:
             self._spill.want(snapshot, sealed.root_digest)
@@ -251,8 +266,17 @@ class Reconciler:
             return
         if fetched is not None and state.stage == "filling":
             over = f" over {fetched.holding.transport}" if fetched.holding.transport else ""
-            log.info("%s complete, %s in %.3f s%s", snapshot, show_bytes(manifest.size_bytes), fetched.duration_s, over)
+            log.info(
+                "%s complete, %s in %.3f s%s",
+                snapshot,
+                show_bytes(manifest.size_bytes),
+                fetched.duration_s,
+                over,
+                extra=about(model=manifest.model, version=manifest.version),
+            )
             snapshot.holding = fetched.holding
+            if self._tracer is not None and state.announced is not None:
+                self._record_fetch(self._tracer, state.announced, fetched)
             self.apply(manifest.model, versions.filled(manifest.version, fetched.root_digest))
         elif state.stage == "filling":
             await asyncio.wait([self._removals.start(snapshot, "its bytes could not be had")])
@@ -260,6 +284,20 @@ class Reconciler:
                 versions.gave_up(manifest.version)
         self.reconcile(manifest.model)
         self._changes.notify()
+
+    def _record_fetch(self, tracer: Tracer, announced: Announced, fetched: Fetched) -> None:
+        if fetched.holding.upstream not in self._view.members:
+            return
+        span = fetch_span(
+            announced.manifest,
+            announced.labels,
+            self._lease.member.name,
+            fetched.holding,
+            duration_s=fetched.duration_s,
+            ended_unix_s=time.time(),
+        )
+        if span is not None:
+            tracer.record(span)
 
     def _cancel_overtaken(self, model: str) -> None:
         """A fetch that gets no bytes makes way for a newer sealed version; others keep what they have and wait."""

@@ -68,6 +68,9 @@ RUN_ELSEWHERE = {
     ("docs/security.md", "nginx"): 1,  # operating/test_proxy.py
     ("docs/shared-experience.md", "sh"): 1,  # test_shared_experience.py
     ("docs/tables.md", "sh"): 1,  # test_tables.py
+    ("docs/telemetry.md", "json"): 1,  # `tests/unit/telemetry/test_page.py`, and the next two
+    ("docs/telemetry.md", "sh"): 1,
+    ("docs/telemetry.md", "yaml"): 1,
     ("docs/trl.md", "python"): 2,  # `tests/trl/test_docs.py`
     ("docs/vllm-trainers.md", "python"): 1,  # `tests/vllm/trainer.py`
     ("docs/verl.md", "python"): 1,  # `tests/verl/program.py`

@@ -79,7 +79,7 @@ def test_an_insecure_engine_says_so(
         return None
 
     monkeypatch.setattr("gateway.engines.embedded.cli._serve", served)
-    monkeypatch.setattr("gateway.engines.embedded.cli.setup_logging", lambda level: None)
+    monkeypatch.setattr("gateway.engines.embedded.cli.setup_logging", lambda *_, **__: None)
     command, options, _ = commands(tmp_path)["gateway engine"]
     for flags, warnings in ((["--host=0.0.0.0", "--insecure"], 1), ([], 0)):
         caplog.clear()

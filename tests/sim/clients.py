@@ -104,7 +104,12 @@ class SimEngine:
 
     @contextlib.asynccontextmanager
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        traceparent: str = "",
     ) -> AsyncIterator[SimEngine]:
         turn_id = request_id.rpartition("-")[0]
         begin = BUDGET - sampling.max_tokens

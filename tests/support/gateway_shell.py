@@ -22,6 +22,7 @@ from gateway.sessions.trainer import Trainer
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool, Timeline
 from gateway.turns.running import RunningTurn
+from protos.telemetry.spans import Tracer
 from tests.support.reading import heard
 from tests.support.scripted_engine import MODEL, ScriptedEngine, scripted, until
 
@@ -80,6 +81,7 @@ async def shell(
     relay: str | None = None,
     fleet: FleetConfig | None = None,
     broken: Sequence[ScriptedEngine] = (),
+    tracer: Tracer | None = None,
     **config: Any,
 ) -> AsyncIterator[Shell]:
     """Engines are looked at when they come and when a stream breaks, else not: no test waits for a poll.
@@ -100,7 +102,7 @@ async def shell(
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(Database(directory / "gateway.sqlite"))
         stores = await open_stores(database, stack)
-        parts = assemble(settings, stores)
+        parts = assemble(settings, stores, tracer=tracer)
         await recover(parts.sessions, stores.sessions, stores.pool)
         await parts.fleet.__aenter__()
         stack.push_async_callback(parts.fleet.close)

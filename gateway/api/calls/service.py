@@ -31,6 +31,7 @@ from gateway.core.types import SamplingParams, SessionId, TurnId, TurnOrigin, Tu
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnHandle, Turns
 from gateway.tokens import Codec, ReasoningParser, ToolCallParser
 from protos.errors import OutOfCapacity, Unavailable
+from protos.telemetry.context import TRACEPARENT, TraceContext, parse_traceparent
 
 TOKENISING_MAX = 4
 """Threads that tokenise, so that large prompts wait for each other and for nothing else."""
@@ -76,11 +77,19 @@ NOBODY = SessionView(SessionId(""), TurnTree(), ephemeral=True)
 class Calls:
     """Answers parsed requests: what every API's routes share."""
 
-    def __init__(self, turns: Turns, codec: Codec, *, session_from_user: bool = True, controlled: bool = False) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        codec: Codec,
+        *,
+        session_from_user: bool = True,
+        controlled: bool = False,
+        traced: bool = False,
+    ) -> None:
         """`session_from_user`: the body's `user` names a session, where nothing else does. `controlled`: requests have
-        a caller, whom sessions belong to."""
+        a caller, whom sessions belong to. `traced`: sessions and turns continue the traces of their clients."""
         self.turns, self.codec = turns, codec
-        self._session_from_user, self._controlled = session_from_user, controlled
+        self._session_from_user, self._controlled, self._traced = session_from_user, controlled, traced
         self._responder = Responder(turns)
         self._threads = ThreadPoolExecutor(TOKENISING_MAX, "tokenising")
 
@@ -125,6 +134,8 @@ class Calls:
         identity = self.identify(request, parsed.named)
         if identity.session_id is None:
             identity = dataclasses.replace(identity, kept=parsed.kept)
+        if self._traced and (trace := parse_traceparent(request.headers.get(TRACEPARENT))) is not None:
+            identity = dataclasses.replace(identity, trace=trace)
         call = call_of(request, raw, identity.session_id)
         turns = await self.turns.join(call, parsed.shape.choices)
         joined = turns is not None
@@ -191,10 +202,10 @@ class Calls:
         sampled = [parsed.make_sampling(prompt.token_ids, view) for prompt in prompts]
         if not named:
             view = await self.turns.open_session(identity, choices)
-        name, per_prompt = secrets.token_hex(12), choices // len(prompts)
+        trace, name, per_prompt = identity.trace, secrets.token_hex(12), choices // len(prompts)
         new: list[TurnRequest] = []
         for prompt, sampling in zip(prompts, sampled, strict=True):
-            ids, origin = self.codec.shared(prompt.token_ids), _origin(call, prompt, named)
+            ids, origin = self.codec.shared(prompt.token_ids), _origin(call, prompt, trace, named=named)
             for i in range(len(new), len(new) + per_prompt):
                 turn_id = choice_id(TurnId(name), i)
                 new.append(TurnRequest(turn_id, view.session_id, prompt.turn, ids, sampling, prompt.parent, i, origin))
@@ -223,7 +234,7 @@ class Calls:
         return Choice(turn, Reader(decoder, reasoning, tools, sampling.stop_token_ids, turn.request.turn_id, one_call))
 
 
-def _origin(call: Call, prompt: Prompt, named: bool) -> TurnOrigin:
+def _origin(call: Call, prompt: Prompt, trace: TraceContext | None, *, named: bool) -> TurnOrigin:
     return TurnOrigin(
         call.digest,
         not named,
@@ -232,4 +243,5 @@ def _origin(call: Call, prompt: Prompt, named: bool) -> TurnOrigin:
         prompt.reason,
         messages_added=len(prompt.added),
         created_unix_s=int(time.time()),
+        trace=trace,
     )

@@ -9,6 +9,8 @@ from typing import Any
 from gateway.engines.embedded.batching.sequence import Delta, FinishReason, GenerationRequest, Token, WeightSpan
 from gateway.engines.embedded.dialect import CompletionBody
 from gateway.engines.embedded.text import Text
+from protos.telemetry.context import TraceContext
+from protos.telemetry.spans import Attribute, Span
 
 LOGPROB_MIN = -9999.0
 """JSON has no -inf; vLLM reports this."""
@@ -28,8 +30,14 @@ class Answer:
         self._takes = 0
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
+        self.first_token_s: float | None = None  # from the request's arrival; None before it came
         self._stop_reason: int | None = None
-        self._cached_tokens = 0
+        self.cached_tokens = 0
+
+    @property
+    def versions(self) -> list[str]:
+        """The labels of the weights that sampled it, in order."""
+        return [span.version for span in self._spans]
 
     @property
     def due(self) -> bool:
@@ -41,7 +49,7 @@ class Answer:
     def add(self, deltas: Iterable[Delta]) -> None:
         for delta in deltas:
             self.finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
-            self._cached_tokens = delta.cached_tokens
+            self.cached_tokens = delta.cached_tokens
             if delta.token is not None:
                 self._add_token(delta.token, delta.version)
 
@@ -86,7 +94,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": self.num_tokens,
             "total_tokens": prompt + self.num_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -118,6 +126,24 @@ class Answer:
 
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._body.return_tokens_as_token_ids else self._text.token(token_id)
+
+
+def completion_span(
+    trace: TraceContext, request: GenerationRequest, answer: Answer, started_unix_s: float, ended_unix_s: float
+) -> Span:
+    """Of a request that has ended; `trace`: the span of the gateway's segment, or a root."""
+    attributes: dict[str, Attribute] = {
+        "laminar.request": request.request_id,
+        "laminar.outcome": answer.finish_reason or "abort",
+        "laminar.prompt_tokens": len(request.prompt_ids),
+        "laminar.cached_tokens": answer.cached_tokens,
+        "laminar.sampled_tokens": answer.num_tokens,
+        "laminar.versions": answer.versions,
+    }
+    if answer.first_token_s is not None:
+        attributes["laminar.first_token_s"] = answer.first_token_s
+    context = trace.child(f"completion {request.request_id} {started_unix_s!r}")
+    return Span("completion", context, trace, started_unix_s, ended_unix_s, attributes, "server")
 
 
 def _finite(logprob: float | None) -> float:

@@ -17,8 +17,10 @@ from gateway.core.dtypes import SERVING, TRAINING, Choice, Dtype, table
 from gateway.engines.embedded.config import EngineConfig
 from protos.access.listening import check_listening, warn_insecure
 from protos.errors import LaminarError
-from protos.options import LOG_LEVEL, PORT, config_from, config_options
+from protos.options import LOG_LEVEL, PORT, config_from, config_options, log_format_option
 from protos.process import cannot_listen, setup_logging, write_ready_file
+from protos.telemetry import options as telemetry_options
+from protos.telemetry.options import Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,8 @@ SHUTDOWN_TIMEOUT_S = 5.0
     help="JSON with the address, written once it serves.",
 )
 @click.option("--log-level", type=LOG_LEVEL, default="info", help="The least severe messages that are logged.")
-def engine(host: str, port: int, ready_file: Path | None, log_level: str, **options: Any) -> None:
+@log_format_option
+def engine(host: str, port: int, ready_file: Path | None, log_level: str, log_format: str, **options: Any) -> None:
     """Run one inference engine that speaks vLLM's HTTP dialect, without vLLM.
 
     \b
@@ -43,7 +46,7 @@ def engine(host: str, port: int, ready_file: Path | None, log_level: str, **opti
       gateway engine --model ~/models/smollm2 --port 8100
       curl localhost:8100/v1/completions -d '{"prompt": "The sum of 2 and 3 is", "max_tokens": 8}'
     """
-    setup_logging(log_level)
+    setup_logging(log_level, log_format, model=options["served_model_name"])
     try:
         check_listening(
             "gateway engine",
@@ -118,6 +121,20 @@ def _best_dtype(model: Path, device: str) -> Dtype:
 
 
 async def _serve(config: EngineConfig, host: str, port: int, ready_file: Path | None) -> None:
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    config.check()
+    telemetry = telemetry_options.start(config.telemetry, "laminar-engine", model=config.served_model_name)
+    try:
+        await _serve_until(stop, config, host, port, ready_file, telemetry)
+    finally:
+        await asyncio.to_thread(telemetry.close)
+
+
+async def _serve_until(
+    stop: asyncio.Event, config: EngineConfig, host: str, port: int, ready_file: Path | None, telemetry: Telemetry
+) -> None:
     from aiohttp import web
 
     from gateway.engines.embedded.compute.selfcheck import check_invariance
@@ -126,10 +143,6 @@ async def _serve(config: EngineConfig, host: str, port: int, ready_file: Path | 
     from gateway.engines.embedded.service import EngineService
     from gateway.engines.embedded.text import Text
 
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    config.check()
     text = Text(config.model)
     engine = Engine(config)
     if config.batch_invariant:
@@ -139,7 +152,10 @@ async def _serve(config: EngineConfig, host: str, port: int, ready_file: Path | 
     service.loop.start()
     # handler_cancellation: a client that goes away cancels its handler, which aborts its request.
     runner = web.AppRunner(
-        make_app(service, text), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+        make_app(service, text, telemetry.tracer),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
     )
     await runner.setup()
     try:

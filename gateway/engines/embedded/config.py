@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +12,7 @@ from gateway.core.dtypes import Dtype
 from protos.access.listening import INSECURE
 from protos.errors import InvalidRequest
 from protos.options import Flag
+from protos.telemetry.options import TelemetryConfig
 
 BLOCK_TOKENS = 16
 """Tokens in one KV block: the unit of accounting and of prefix sharing."""
@@ -58,6 +59,7 @@ class EngineConfig:
     ] = "processed_logprobs"
     device: Annotated[Literal["auto", "cpu", "cuda"], "auto: the GPU when there is one."] = "auto"
     insecure: Annotated[bool, INSECURE] = False
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     @property
     def num_blocks(self) -> int:

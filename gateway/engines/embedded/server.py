@@ -16,11 +16,14 @@ import msgspec
 from aiohttp import web
 
 from gateway.engines.embedded import dialect
-from gateway.engines.embedded.answers import Answer
+from gateway.engines.embedded.answers import Answer, completion_span
+from gateway.engines.embedded.batching.sequence import GenerationRequest
 from gateway.engines.embedded.metrics import EngineMetrics
 from gateway.engines.embedded.service import DeltaStream, EngineService
 from gateway.engines.embedded.text import Text
 from protos.errors import InvalidRequest, LaminarError, OutOfCapacity
+from protos.telemetry.context import TRACEPARENT, parse_traceparent
+from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +35,10 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def make_app(service: EngineService, text: Text) -> web.Application:
+def make_app(service: EngineService, text: Text, tracer: Tracer | None = None) -> web.Application:
     """The application over a running service."""
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_errors_as_json])
-    api = EngineApi(service, text)
+    api = EngineApi(service, text, tracer)
     app.add_routes(
         [
             web.post("/v1/completions", api.completions),
@@ -99,7 +102,8 @@ async def _done(future: Future[T]) -> T:
 class EngineApi:
     """One handler per route."""
 
-    def __init__(self, service: EngineService, text: Text) -> None:
+    def __init__(self, service: EngineService, text: Text, tracer: Tracer | None = None) -> None:
+        self._tracer = tracer
         self._service, self._loop, self._text = service, service.loop, text
         config = service.config
         self._model = config.served_model_name
@@ -114,6 +118,17 @@ class EngineApi:
         request_id = body.request_id or request.headers.get("X-Request-Id") or uuid.uuid4().hex
         generation = dialect.to_request(body, request_id, self._limits, self._text.encode)
         answer = Answer(body, generation, self._model, self._text)
+        started_unix_s = time.time()
+        try:
+            return await self._answer(request, body, generation, answer)
+        finally:
+            if self._tracer is not None:
+                trace = parse_traceparent(request.headers.get(TRACEPARENT)) or self._tracer.begin()
+                self._tracer.record(completion_span(trace, generation, answer, started_unix_s, time.time()))
+
+    async def _answer(
+        self, request: web.Request, body: dialect.CompletionBody, generation: GenerationRequest, answer: Answer
+    ) -> web.StreamResponse:
         async with self._service.generate(generation) as stream:
             chunks = self._chunks(stream, answer)
             if body.stream:
@@ -131,12 +146,15 @@ class EngineApi:
     async def _chunks(self, stream: DeltaStream, answer: Answer) -> AsyncIterator[None]:
         """Feeds the answer as deltas arrive; yields when a chunk is due."""
         last = time.monotonic()
-        first = True
         while not stream.finished:
             answer.add(await stream.take())
             now = time.monotonic()
-            (self._metrics.first_token if first else self._metrics.next_token)(now - last)
-            last, first = now, False
+            if answer.first_token_s is None:
+                answer.first_token_s = now - last
+                self._metrics.first_token(now - last)
+            else:
+                self._metrics.next_token(now - last)
+            last = now
             if answer.due:
                 yield
         self._metrics.request_ended(answer.finish_reason or "abort")

@@ -21,6 +21,7 @@ PARTS = {
     "kill": "tests.bench.gateway.kill",
     "prefix": "tests.bench.gateway.prefix",
     "tools": "tests.bench.gateway.tools",
+    "telemetry": "tests.bench.gateway.telemetry",
 }
 
 

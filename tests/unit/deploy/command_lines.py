@@ -69,10 +69,14 @@ def _configure(command: click.Command, context: click.Context) -> None:
     if command is paramserver.cli.serve:
         assert command.callback is not None
         at_start = {"_serve": lambda config, ready_file: check_open(config), "_run": lambda checked: None}
-        with mock.patch.multiple(paramserver.cli, setup_logging=lambda level: None, **at_start):
+        with mock.patch.multiple(paramserver.cli, setup_logging=lambda *_, **__: None, **at_start):
             command.callback(**context.params)
     if command is gateway.cli.serve:
-        options = {name: value for name, value in context.params.items() if name not in ("log_level", "ready_file")}
+        options = {
+            name: value
+            for name, value in context.params.items()
+            if name not in ("log_level", "log_format", "ready_file")
+        }
         with mock.patch.object(gateway.app, "KeyFile", return_value=()):  # it is on another machine
             gateway.app.open_keys(gateway.cli._config(options.pop("engines"), options))
     if command is gateway.engines.embedded.cli.engine:

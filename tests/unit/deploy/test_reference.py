@@ -15,7 +15,6 @@ from gateway.api.openapi import schema
 from gateway.operate.metrics import METRICS as OF_GATEWAY
 from gateway.runtime.counters import Counters
 from paramserver.daemon.metrics import METRICS as OF_RELAY
-from paramserver.daemon.metrics import add_instrument
 from protos.laminar.v1 import relay_pb2
 from tests.unit.deploy.command_lines import COMMANDS
 
@@ -85,9 +84,9 @@ def test_every_command_and_option_is_on_the_page() -> None:
 
 
 def test_options_that_stand_elsewhere_are_those_of_the_daemon() -> None:
-    assert "Its options are those of [`gateway serve`](#gateway-serve), without `--log-level`, `--ready-file`." in part(
-        "configuration.md", "gateway doctor"
-    )
+    words = "without `--log-level`, `--log-format`, `--ready-file`."
+    page = part("configuration.md", "gateway doctor")
+    assert f"Its options are those of [`gateway serve`](#gateway-serve), {words}" in page
 
 
 def test_every_option_says_what_it_is() -> None:
@@ -279,6 +278,6 @@ def test_every_table_has_as_many_cells_in_each_row(name: str) -> None:
 
 
 def test_metric_names_come_from_a_scrape() -> None:
-    served = {metric.name: family.type for metric, family in metrics.served(OF_RELAY, add_instrument)}
+    served = {metric.name: family.type for metric, family in metrics.served(OF_RELAY)}
     assert served["laminar_relay_sent"] == "counter"
     assert served["laminar_relay_pins"] == "gauge"

@@ -26,6 +26,8 @@ from gateway.engines.embedded.service import EngineService
 from gateway.engines.embedded.text import Text
 from gateway.engines.vllm import VllmEngine
 from gateway.fleet.probe import probe
+from protos.telemetry.context import TraceContext
+from protos.telemetry.spans import Span, Tracer
 from tests.support.adapters import lent
 from tests.support.tiny_model import tiny_model, tiny_snapshot, weights, write_tiny_model
 from tests.unit.embedded.helpers import config, prompts
@@ -90,11 +92,11 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(**overrides: Any) -> AsyncIterator[Client]:
+async def serving(tracer: Tracer | None = None, **overrides: Any) -> AsyncIterator[Client]:
     cfg = config(**overrides)
     service = EngineService(Engine(cfg))
     service.loop.start()
-    runner = web.AppRunner(make_app(service, Text(cfg.model)), handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(make_app(service, Text(cfg.model), tracer), handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -140,6 +142,30 @@ async def test_completion_and_its_stream_say_the_same() -> None:
         assert "weight_versions" not in choices[0]
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == 12
+
+
+async def test_a_request_is_a_span_below_its_callers_or_below_none() -> None:
+    spans: list[Span] = []
+    above = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", sampled=True)
+    async with serving(Tracer(spans.append, 1.0)) as client:
+        body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+        for traceparent in (above.traceparent, "00-malformed-01"):
+            headers = {"traceparent": traceparent}
+            async with client.session.post(f"{client.url}/v1/completions", json=body, headers=headers) as answer:
+                assert answer.status == 200
+        await client.complete(expect=400, prompt="x", max_tokens=0)
+    called, own = spans
+    assert (called.context.trace_id, called.parent) == (above.trace_id, above)
+    assert own.context.trace_id != above.trace_id
+    found = called.attributes
+    assert (found["laminar.outcome"], found["laminar.prompt_tokens"], found["laminar.sampled_tokens"]) == (
+        "length",
+        3,
+        4,
+    )
+    first_token_s = found["laminar.first_token_s"]
+    assert isinstance(first_token_s, float)
+    assert first_token_s > 0
 
 
 async def test_an_engine_with_nan_in_its_weights_gives_itself_away_to_the_gateways_probe(tmp_path: Path) -> None:

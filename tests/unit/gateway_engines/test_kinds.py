@@ -39,11 +39,16 @@ class TextEngine(VllmEngine):
 
     @asynccontextmanager
     async def generate(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, session_id: str
+        self,
+        prompt_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        request_id: str,
+        session_id: str,
+        traceparent: str = "",
     ) -> AsyncIterator[EngineStream]:
         self.sent.append(self._context.codec.decode(prompt_ids))
         ids = tuple(self._context.codec.encode(self.sent[-1]))
-        async with super().generate(ids, sampling, request_id, session_id) as stream:
+        async with super().generate(ids, sampling, request_id, session_id, traceparent) as stream:
             yield stream
 
 

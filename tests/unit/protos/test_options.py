@@ -142,7 +142,7 @@ SERVING: dict[str, tuple[type, click.Command, dict[str, str]]] = {
     "paramserver serve": (RelayConfig, paramserver.cli.serve, {"name": "r", "etcd": "h:1", "pool_dir": "/dev/shm/x"}),
     "gateway engine": (EngineConfig, gateway.engines.embedded.cli.engine, {"model": "."}),
 }
-BESIDES = {"log_level", "ready_file", "host", "port"}
+BESIDES = {"log_level", "log_format", "ready_file", "host", "port"}
 """Options that are of the process, not of its configuration: an engine's address is one of them."""
 
 
