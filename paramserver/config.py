@@ -81,9 +81,12 @@ class RelayConfig:
         Path | None,
         DIRECTORY,
         Flag(envvar=CREDENTIALS_VARIABLE, show_envvar=True),
-        "A relay's credentials (`paramserver credentials` makes them): gRPC by mutual TLS alone. They are read again "
-        "when they change.",
+        "A relay's credentials (`paramserver credentials` makes them): gRPC by mutual TLS alone, and bytes sealed by "
+        "keys that follow from the fleet key. They are read again when they change.",
     ] = None
+    data_tls: Annotated[
+        bool, "With --credentials: bytes by mutual TLS, too, on connections to this relay and from it."
+    ] = False
     insecure: Annotated[bool, INSECURE] = False
     port: Annotated[int, PORT, "gRPC port; 0: any free one."] = 0
     data_port: Annotated[int, PORT, "Port for bytes; 0: any free one."] = 0
@@ -164,6 +167,8 @@ class RelayConfig:
                 f"--host {self.host} is every address of this host, and the other relays need one that they reach",
                 hint="give --host that one, or add --advertise with it or with a name of this host",
             )
+        if self.data_tls and self.credentials is None:
+            raise InvalidRequest("--data-tls without credentials", hint="add --credentials DIR, or leave it out")
         if self.retain < 1:
             raise InvalidRequest(f"--retain is {self.retain}", hint="keep at least 1 version")
         if self.chunk_bytes is not None and not CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX:

@@ -101,4 +101,5 @@ def _write(master: RelayClient, model: str, opened: pb.AnnounceReply, image: Ima
         return write_mapped(
             path, Greeting("map", model, opened.version, name, token=opened.token), image, master.mappings
         )
-    return write_tcp(opened.data_address, Greeting("write", model, opened.version, name, token=opened.token), image)
+    greeting = Greeting("write", model, opened.version, name, token=opened.token)
+    return write_tcp(opened.data_address, greeting, image, access=master.data_access)

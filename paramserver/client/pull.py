@@ -31,6 +31,7 @@ from paramserver.config import show_bytes
 from paramserver.core.records import DIGEST_BYTES, PARTIAL, ChunkMap, FileSpec, Manifest, digest, version_root
 from paramserver.data.fetch import Fetch
 from paramserver.data.frames import Greeting
+from paramserver.data.secured import DataAccess
 from paramserver.data.tcp import TcpLink, dialer
 from paramserver.data.transport import Source
 from protos.errors import Conflict, Corrupt, LaminarError, Unavailable
@@ -216,13 +217,12 @@ async def pull(
             status = await client.status()
             source = Source(status.relay, status.data_address)
             greeting = Greeting("fetch", model, lease.version, f"pull:{os.getpid()}")
-            manifest = await asyncio.to_thread(_query_manifest, source, greeting)
+            manifest = await asyncio.to_thread(_query_manifest, source, greeting, client.data_access)
             with PartialFiles(manifest, lease.root_digest, out) as files:
                 if files.bytes_present:
                     console.print(f"resuming: {show_bytes(files.bytes_present)} are here already, and verified")
-                fetch = Fetch(
-                    files, greeting, lambda: [[source]], dialer(), num_stripes=num_stripes, patience_s=patience_s
-                )
+                dial = dialer(access=client.data_access)
+                fetch = Fetch(files, greeting, lambda: [[source]], dial, num_stripes=num_stripes, patience_s=patience_s)
                 await _fetch(fetch, manifest, client, lease, console)
                 await asyncio.to_thread(files.finish)
         except BaseException:
@@ -251,8 +251,8 @@ async def _fetch(fetch: Fetch, manifest: Manifest, client: RelayClient, lease: L
     work.result()
 
 
-def _query_manifest(source: Source, greeting: Greeting) -> Manifest:
-    link = TcpLink(source, greeting)
+def _query_manifest(source: Source, greeting: Greeting, access: DataAccess | None = None) -> Manifest:
+    link = TcpLink(source, greeting, access=access)
     link.close()
     manifest = link.manifest
     if (manifest.model, manifest.version) != (greeting.model, greeting.version):

@@ -25,6 +25,7 @@ from paramserver.core.lineage import UNKNOWN, Lineage, Origin
 from paramserver.core.records import SOLE, Rank
 from paramserver.core.refused_loads import RefusedLoad
 from paramserver.data.publisher_link import Mappings
+from paramserver.data.secured import DataAccess
 from protos import grpc_errors
 from protos.access.credentials import Credentials, from_environment
 from protos.errors import LaminarError, NotFound, StaleEpoch, Unavailable
@@ -240,6 +241,11 @@ class RelayClient:
         """The newest of `versions`; None while there is none."""
         held = await self.versions(model)
         return held[-1] if held else None
+
+    @property
+    def data_access(self) -> DataAccess | None:
+        """With which connections to relays' data ports are opened; None without credentials."""
+        return DataAccess(self._credentials) if self._credentials is not None else None
 
     @property
     def connected(self) -> bool:

@@ -193,7 +193,7 @@ async def join_stream(relay: RelayClient, invitation: bytes, *, force_tcp: bool 
     metadata = dict(request.metadata) or None
     files = plan_layout(specs, file_bytes_max=request.file_bytes_max, metadata=metadata, plain=plain)
     master, mappings = await relay.last_master_of(request.model), Mappings()
-    opening = asyncio.to_thread(_open_writer, mappings, request.model, opened, {}, force_tcp)
+    opening = asyncio.to_thread(_open_writer, master, mappings, request.model, opened, {}, force_tcp)
     writer = await unless_replaced(relay, request.model, master, opening)
     return StreamedVersion(relay, master, request, opened, files, writer, mappings)
 
@@ -211,7 +211,7 @@ async def _open_once(
         check_lineage(relay, request.model, opened)
         layouts = {} if shared else files_of(request, opened, files)
         opening = asyncio.ensure_future(
-            asyncio.to_thread(_open_writer, master.mappings, request.model, opened, layouts, force_tcp)
+            asyncio.to_thread(_open_writer, master, master.mappings, request.model, opened, layouts, force_tcp)
         )
         try:
             writer = await unless_replaced(relay, request.model, master, asyncio.shield(opening))
@@ -225,14 +225,20 @@ async def _open_once(
 
 
 def _open_writer(
-    mappings: Mappings, model: str, opened: pb.AnnounceReply, layouts: Mapping[int, FileLayout], force_tcp: bool
+    master: RelayClient,
+    mappings: Mappings,
+    model: str,
+    opened: pb.AnnounceReply,
+    layouts: Mapping[int, FileLayout],
+    force_tcp: bool,
 ) -> StreamWriter:
     path = Path(opened.publish_socket)  # empty: the relay takes bytes only
     name = f"{socket.gethostname()}:{os.getpid()}"
     if opened.publish_socket and not force_tcp and os.access(path, os.W_OK):
         greeting = Greeting("map", model, opened.version, name, token=opened.token)
         return open_mapped(path, greeting, layouts, mappings)
-    return open_tcp(opened.data_address, Greeting("write", model, opened.version, name, token=opened.token), layouts)
+    greeting = Greeting("write", model, opened.version, name, token=opened.token)
+    return open_tcp(opened.data_address, greeting, layouts, access=master.data_access)
 
 
 def _close_late(opening: asyncio.Future[StreamWriter]) -> None:

@@ -1,6 +1,7 @@
-"""Who may do what at a relay with credentials: the one table of gRPC methods, operations and roles. Pure.
+"""Who may do what at a relay with credentials: the one table of gRPC methods, data connections and roles. Pure.
 
-An interceptor enforces it (`paramserver.daemon.access`), and docs/security.md shows it.
+An interceptor enforces it for gRPC (`paramserver.daemon.access`), `paramserver.data.secured` for data connections, and
+docs/security.md shows it.
 
 Invariants:
 - a method without an operation is refused to everybody;
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from protos.access.fleet import FLEET_ROLES, FleetRole, Identity
+from protos.access.fleet import BYTES_ROLES, FLEET_ROLES, FleetRole, Identity
 
 _RELAY = "/laminar.v1.Relay/"
 _HEALTH = "/grpc.health.v1.Health/"
@@ -44,7 +45,9 @@ PUBLISH = _operation("publish", "claim a run; announce, commit and abort version
 DRAIN = _operation("drain", "take a relay out of the chain", "admin", own=("relay",))
 DROP = _operation("drop", "end a model with all its versions; relays pass it on to the master", "admin", "relay")
 ADOPT = _operation("adopt", "join a registry that replaced another", "admin")
-OPERATIONS = (LOOK, PIN, REPORT, PUBLISH, DRAIN, DROP, ADOPT)
+FETCH = _operation("fetch", "read the bytes of a version at the data port", *BYTES_ROLES)
+WRITE = _operation("write", "write a version that was announced, at the data port", "trainer", "admin")
+OPERATIONS = (LOOK, PIN, REPORT, PUBLISH, DRAIN, DROP, ADOPT, FETCH, WRITE)
 
 METHODS: Mapping[str, Operation] = {
     **{f"{_RELAY}{name}": LOOK for name in ("Status", "Versions", "Watch", "Locate", "Stage")},
@@ -58,6 +61,8 @@ METHODS: Mapping[str, Operation] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": LOOK,
 }
 """Every method that a relay serves, by its path in gRPC."""
+PURPOSES: Mapping[str, Operation] = {"fetch": FETCH, "write": WRITE}
+"""What a data connection may be for, by the purpose in its greeting."""
 
 
 def refusal(method: str, caller: Identity, relay: str) -> str:
@@ -70,6 +75,15 @@ def refusal(method: str, caller: Identity, relay: str) -> str:
     if caller.role not in operation.own:
         return f"the certificate of {caller} does not allow: {operation.what}"
     return "" if caller.name == relay else f"{caller} may do this at its own relay alone, not at {relay}'s"
+
+
+def data_refusal(purpose: str, caller: Identity) -> str:
+    """Why `caller` may open no data connection for this; "" if it may. Over TLS: else whoever proves to know the fleet
+    key, which these roles alone have, may do both."""
+    operation = PURPOSES.get(purpose)
+    if operation is None:
+        return f"a data connection is not for {purpose!r}"
+    return "" if caller.role in operation.roles else f"the certificate of {caller} does not allow: {operation.what}"
 
 
 def hint(method: str) -> str:

@@ -17,6 +17,7 @@ from paramserver.client.relay import RelayClient
 from paramserver.config import RelayConfig
 from paramserver.core.refused_loads import RefusedLoads
 from paramserver.data.nixl.processes import NixlProcesses
+from paramserver.data.secured import DataAccess
 from paramserver.data.spill import Spill
 from paramserver.master.claims import RunClaims
 from paramserver.master.comparison import Comparison
@@ -68,7 +69,10 @@ class RelayParts:
         self.pins = RelayPins(lease.registry, config.name, models=self.models, store=store, tasks=self.tasks)
         self.watchers = Watchers(self.models)
         self.allocator = PoolAllocator(store.pool, self.tasks)
-        self.fetches = Fetches(config, lease, self.models, spill=spill, nixl=nixl, bind_host=bind_host)
+        self.data_access = DataAccess(credentials, tls=config.data_tls) if credentials is not None else None
+        self.fetches = Fetches(
+            config, lease, self.models, spill=spill, nixl=nixl, bind_host=bind_host, access=self.data_access
+        )
         self.reconciler = Reconciler(
             lease,
             self.elections,

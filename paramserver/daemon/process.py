@@ -38,7 +38,7 @@ from paramserver.memory.store import Snapshot, Store
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.recovery import offer_again, skip_earlier_numbers
 from protos.access.credentials import Credentials
-from protos.access.listening import check_listening, is_loopback, warn_insecure
+from protos.access.listening import check_listening, warn_insecure
 from protos.access.unix_socket import group_id
 from protos.errors import Conflict, Corrupt, InvalidRequest, OutOfCapacity
 from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
@@ -89,8 +89,8 @@ def open_credentials(config: RelayConfig) -> Credentials | None:
     credentials = Credentials(config.credentials)
     check_serves(credentials, config.reached_by)
     log.info("access control: %s has the certificate of %s", config.credentials, credentials.identity)
-    if not is_loopback(config.host):
-        log.warning("the data port takes no credentials: whoever reaches it may read weights")
+    if config.transport == "nixl":
+        log.warning("bytes by nixl are neither sealed nor by TLS: whoever is on its network may read and change them")
     return credentials
 
 
@@ -143,7 +143,13 @@ async def relay_process(
             config, lease, store, spill=spill, nixl=nixl, bind_host=bind_host, credentials=credentials, tracer=tracer
         )
 
-        data = DataServer(SnapshotProvider(parts), max_rate=config.max_rate, nixl=nixl)
+        data = DataServer(
+            SnapshotProvider(parts),
+            max_rate=config.max_rate,
+            nixl=nixl,
+            access=parts.data_access,
+            address=data_address,
+        )
         stack.push_async_callback(asyncio.to_thread, data.close)
         data.serve_tcp(listener)
         socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir)

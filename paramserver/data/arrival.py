@@ -15,6 +15,7 @@ import socket
 from typing import Protocol
 
 from paramserver.core.records import DIGEST_BYTES, Digest
+from paramserver.data.frames import is_plain
 from paramserver.data.stream import LIBRARY
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class ChunkArrival:
 
 def begin(sock: socket.socket, place: memoryview, upto: int) -> Arrival:
     """Begins a chunk whose first `upto` bytes lie in `place`. The socket's calls must wait (`wait_in_kernel`)."""
-    if _library is not None:
+    if _library is not None and is_plain(sock):
         address = ctypes.addressof(ctypes.c_char.from_buffer(place))
         chunk = _Chunk(place=address, total=len(place), upto=upto)
         if _library.begin(ctypes.byref(chunk)):

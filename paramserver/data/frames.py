@@ -15,6 +15,7 @@ import errno
 import os
 import select
 import socket
+import ssl
 import struct
 import sys
 import time
@@ -65,6 +66,7 @@ class Kind(IntEnum):
     REFUSED = 6
     READY = 7
     TAKEN = 8
+    CHALLENGE = 9
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -78,6 +80,7 @@ class Greeting(msgspec.Struct, frozen=True):
     token: str = ""
     late: bool = False  # a relay that joined after the version began; a holder serves few of these at a time
     transports: list[str] = []  # ways of moving bytes that the peer knows besides this connection
+    to: str = ""  # the address of the relay that is meant; checked where credentials prove the greeting
 
     def __post_init__(self) -> None:
         check_model_name(self.model)
@@ -111,7 +114,7 @@ class Refusal(msgspec.Struct, frozen=True):
         return cls(error.code, error.message, error.hint)
 
     def error(self) -> LaminarError:
-        kind = TransportFailed if self.code == TransportFailed.code else BY_CODE.get(self.code, LaminarError)
+        kind = _BROKEN.get(self.code) or BY_CODE.get(self.code, LaminarError)
         return kind(self.message, hint=self.hint)
 
 
@@ -141,7 +144,14 @@ class TransportFailed(LinkBroken):
     code = "transport_failed"
 
 
-_Message = TypeVar("_Message", Greeting, Welcome, Refusal)
+class TlsWanted(LinkBroken):
+    """The holder takes no connection without TLS."""
+
+    code = "tls_wanted"
+
+
+_BROKEN: dict[str, type[LaminarError]] = {kind.code: kind for kind in (TransportFailed, TlsWanted)}
+_Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
 def send_all(sock: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:
@@ -225,12 +235,12 @@ def receive_greeting(sock: socket.socket) -> Greeting:
     magic, length = _OPENING.unpack(receive_bytes(sock, _OPENING.size, by))
     if magic != MAGIC:
         raise LinkBroken("the peer does not speak the data protocol")
-    greeting = _decode(sock, length, Greeting, GREETING_BYTES_MAX, by)
+    greeting = receive_json(sock, length, Greeting, GREETING_BYTES_MAX, by)
     sock.settimeout(usual_s)
     return greeting
 
 
-def send_message(sock: socket.socket, kind: Kind, message: Welcome | Refusal) -> None:
+def send_message(sock: socket.socket, kind: Kind, message: msgspec.Struct) -> None:
     body = msgspec.json.encode(message)
     send_all(sock, Header(kind, length=len(body)).pack() + body)
 
@@ -242,29 +252,34 @@ def receive_welcome(sock: socket.socket, *, silence_s: float) -> Welcome:
     while time.monotonic() < deadline:
         header = receive_header(sock)
         if header.kind is Kind.WELCOME:
-            return _decode(sock, header.length, Welcome)
+            return receive_json(sock, header.length, Welcome)
         if header.kind is Kind.REFUSED:
-            raise _decode(sock, header.length, Refusal).error()
+            raise receive_json(sock, header.length, Refusal).error()
         if header.kind is not Kind.ALIVE:
             raise LinkBroken(f"expected a welcome, got {header.kind.name}")
     raise LinkBroken("no welcome within 60 s")
 
 
 def receive_refusal(sock: socket.socket, header: Header) -> LaminarError:
-    return _decode(sock, header.length, Refusal).error()
+    return receive_json(sock, header.length, Refusal).error()
 
 
-def _decode(
+def receive_json(
     sock: socket.socket,
     length: int,
     kind: type[_Message],
     bytes_max: int = JSON_BYTES_MAX,
     by: float | None = None,
 ) -> _Message:
+    """A message of `length` bytes, of at most `bytes_max`, before `by` on the monotonic clock."""
     if length > bytes_max:
         raise LinkBroken(f"a message of {show_bytes(length)} announced")
+    return decode(receive_bytes(sock, length, by), kind)
+
+
+def decode(raw: bytes, kind: type[_Message]) -> _Message:
     try:
-        return decode_json(receive_bytes(sock, length, by), kind)
+        return decode_json(raw, kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # nested too deep, it is the last of these
         raise LinkBroken(f"a malformed message: {error}") from error
 
@@ -326,10 +341,26 @@ def wait_in_kernel(sock: socket.socket, timeout_s: float) -> None:
 
     A call in which nothing came or went raises BlockingIOError.
     """
+    if isinstance(sock, ssl.SSLSocket):  # it waits by itself, and does not let the kernel's limit out
+        sock.settimeout(timeout_s)
+        return
     sock.settimeout(None)
     limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def is_plain(sock: socket.socket) -> bool:
+    """Whether what is sent on its descriptor goes out as it is: neither sealed nor by TLS."""
+    return type(sock) is socket.socket
+
+
+def peek(sock: socket.socket) -> bytes:
+    """The first byte that comes, which stays there to be received; empty at the end."""
+    try:
+        return sock.recv(1, socket.MSG_PEEK)
+    except OSError as error:
+        raise LinkBroken(f"receiving failed: {error}") from error
 
 
 def is_paced(sock: socket.socket) -> bool:

@@ -38,6 +38,7 @@ from paramserver.data.publisher_link import (
     receive_fds,
     refusal,
 )
+from paramserver.data.secured import DataAccess, open_connection
 from protos.errors import Corrupt, InvalidRequest, Unavailable
 
 log = logging.getLogger(__name__)
@@ -232,12 +233,14 @@ def _copy(image: Image, places: Sequence[MappedFile | None], connection: Publish
     return [digests[index] for index in image.indices]
 
 
-def write_tcp(address: str, greeting: Greeting, image: Image, *, attempts: int = 3) -> list[bytes]:
+def write_tcp(
+    address: str, greeting: Greeting, image: Image, *, attempts: int = 3, access: DataAccess | None = None
+) -> list[bytes]:
     """Streams to the data port; after a broken connection only what is missing there is sent again."""
     digests: dict[int, bytes] = {}
     for attempt in range(1, attempts + 1):
         try:
-            _stream(address, greeting, image, digests)
+            _stream(address, greeting, image, digests, access)
             break
         except (LinkBroken, Corrupt) as error:
             if attempt == attempts:
@@ -245,9 +248,11 @@ def write_tcp(address: str, greeting: Greeting, image: Image, *, attempts: int =
     return [digests[index] for index in image.indices]
 
 
-def _stream(address: str, greeting: Greeting, image: Image, digests: dict[int, bytes]) -> None:
-    with frames.connect(address, PUBLISH_STALL_S) as sock:
-        frames.send_greeting(sock, greeting)
+def _stream(
+    address: str, greeting: Greeting, image: Image, digests: dict[int, bytes], access: DataAccess | None
+) -> None:
+    sock, _ = open_connection(address, PUBLISH_STALL_S, greeting, access)
+    with sock:
         welcome = frames.receive_welcome(sock, silence_s=PUBLISH_STALL_S)
         buffer = memoryview(bytearray(image.chunks.chunk_bytes))
         missing = {index for first, end in welcome.missing for index in range(first, end)}

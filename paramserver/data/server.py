@@ -21,9 +21,10 @@ from typing import Protocol
 from paramserver.background import FailureLog
 from paramserver.core.records import Epoch, digest
 from paramserver.data import frames
-from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TransportFailed
+from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TlsWanted, TransportFailed
 from paramserver.data.nixl.lender import NixlLender
 from paramserver.data.nixl.processes import NixlProcesses
+from paramserver.data.secured import DataAccess, check_greeting
 from paramserver.memory.store import Snapshot
 from protos.access.unix_socket import admits, peer_of
 from protos.errors import Conflict, Corrupt, Forbidden, LaminarError, NotFound, OutOfCapacity, StaleEpoch
@@ -139,8 +140,18 @@ def listen_tcp(host: str, port: int) -> socket.socket:
 class DataServer:
     """Serves over TCP, and over a unix socket that passes descriptors to publishers on this host."""
 
-    def __init__(self, provider: Provider, *, max_rate: float | None = None, nixl: NixlProcesses | None = None) -> None:
+    def __init__(
+        self,
+        provider: Provider,
+        *,
+        max_rate: float | None = None,
+        nixl: NixlProcesses | None = None,
+        access: DataAccess | None = None,
+        address: str = "",
+    ) -> None:
+        """`access`: which connections over TCP are taken, by those who mean the relay at `address`; None: all are."""
         self._provider = provider
+        self._access, self._address = access, address
         self._nixl = nixl  # None: this relay speaks tcp only
         self._pacer = Pacer(max_rate)
         self._listeners: list[socket.socket] = []
@@ -234,20 +245,38 @@ class DataServer:
                 if self._closing:  # this one may have come too late to be ended with the others
                     return
                 serve(sock)
-            except TransportFailed as error:
-                _refuse(sock, error)
-            except LinkBroken as error:
-                log.debug("data connection ended: %s", error)
-            except LaminarError as error:
-                _refuse(sock, error)
             except Exception as error:  # noqa: BLE001  (whatever a peer sends costs its own connection)
-                self._failures.failed("a data connection was ended", error)
-                _refuse(sock, LaminarError(f"an unexpected error: {type(error).__name__}"))
+                self._end(sock, error)
             finally:
                 admission.left(sock)
 
+    def _end(self, sock: socket.socket, error: Exception) -> None:
+        """Says why on the connection that ends with this error, where the other side can do something about it."""
+        match error:
+            case TransportFailed() | TlsWanted():
+                _refuse(sock, error)
+            case LinkBroken():
+                log.debug("data connection ended: %s", error)
+            case LaminarError():
+                _refuse(sock, error)
+            case _:
+                self._failures.failed("a data connection was ended", error)
+                _refuse(sock, LaminarError(f"an unexpected error: {type(error).__name__}"))
+
     def _serve_peer(self, sock: socket.socket) -> None:
-        greeting = frames.receive_greeting(sock)
+        if self._access is None:
+            self._serve_greeted(sock, frames.receive_greeting(sock))
+            return
+        secured, greeting = self._access.accept(sock, _refuse)
+        self._by_tcp.welcome(sock)  # whoever has proven a key is no stranger
+        with secured:
+            try:
+                check_greeting(secured, greeting, self._address)
+                self._serve_greeted(secured, greeting)
+            except Exception as error:  # noqa: BLE001  (as above, and the reason is protected, too)
+                self._end(secured, error)
+
+    def _serve_greeted(self, sock: socket.socket, greeting: Greeting) -> None:
         if greeting.purpose == "fetch":
             self._serve_fetch(sock, greeting)
         elif greeting.purpose == "write":
@@ -345,7 +374,7 @@ class DataServer:
         peer then receives: their digest does not match, and the peer requests the chunk again.
         """
         self.bytes_sent += len(rest)
-        copied = frames.is_paced(sock)
+        copied = not frames.is_plain(sock) or frames.is_paced(sock)
         step = len(rest) if self._pacer.rate_bytes_s is None else _PACED_BYTES
         for at in range(0, len(rest), step):
             piece = rest[at : at + step]

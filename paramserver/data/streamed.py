@@ -38,6 +38,7 @@ from paramserver.data.publisher_link import (
     receive_fds,
     refusal,
 )
+from paramserver.data.secured import DataAccess, open_connection
 from protos.errors import InvalidRequest
 
 
@@ -339,11 +340,12 @@ def open_mapped(path: Path, greeting: Greeting, mine: Mapping[int, FileLayout], 
         raise
 
 
-def open_tcp(address: str, greeting: Greeting, mine: Mapping[int, FileLayout]) -> StreamWriter:
+def open_tcp(
+    address: str, greeting: Greeting, mine: Mapping[int, FileLayout], *, access: DataAccess | None = None
+) -> StreamWriter:
     """Writes to the data port at `address`."""
-    sock = frames.connect(address, PUBLISH_STALL_S)
+    sock, _ = open_connection(address, PUBLISH_STALL_S, greeting, access)
     try:
-        frames.send_greeting(sock, greeting)
         manifest = frames.receive_welcome(sock, silence_s=PUBLISH_STALL_S).manifest
         sizes = [file.size_bytes for file in manifest.files]
         return _begun(StreamWriter(sock, Assembly(sizes, mine, manifest.chunk_bytes)), mine)

@@ -13,6 +13,7 @@ from paramserver.core.records import Manifest
 from paramserver.core.transfer import Want
 from paramserver.data import arrival, frames
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
+from paramserver.data.secured import DataAccess, open_connection
 from paramserver.data.transport import Arrived, Source
 
 CONNECT_TIMEOUT_S = 2.0
@@ -28,17 +29,22 @@ class TcpLink:
     transport = "tcp"
 
     def __init__(
-        self, source: Source, greeting: Greeting, *, silence_s: float = frames.SILENCE_S, bind_host: str = ""
+        self,
+        source: Source,
+        greeting: Greeting,
+        *,
+        silence_s: float = frames.SILENCE_S,
+        bind_host: str = "",
+        access: DataAccess | None = None,
     ) -> None:
+        """`access`: with which the connection is opened and protected; None: it is neither."""
         self.source = source
         self.silence_s = silence_s
         self._requested: deque[Want] = deque()
         self._num_behind_lost = 0
-        connecting_at = time.monotonic()
-        self._sock = frames.connect(source.address, CONNECT_TIMEOUT_S, bind_host=bind_host)
-        self.rtt_s = time.monotonic() - connecting_at
+        opened = open_connection(source.address, CONNECT_TIMEOUT_S, greeting, access, bind_host=bind_host)
+        self._sock, self.rtt_s = opened
         try:
-            frames.send_greeting(self._sock, greeting)
             self.welcome = frames.receive_welcome(self._sock, silence_s=silence_s)
         except BaseException:
             self._sock.close()
@@ -136,5 +142,7 @@ class TcpLink:
                 return num
 
 
-def dialer(silence_s: float = frames.SILENCE_S) -> Callable[[Source, Greeting], TcpLink]:
-    return lambda source, greeting: TcpLink(source, greeting, silence_s=silence_s)
+def dialer(
+    silence_s: float = frames.SILENCE_S, *, access: DataAccess | None = None
+) -> Callable[[Source, Greeting], TcpLink]:
+    return lambda source, greeting: TcpLink(source, greeting, silence_s=silence_s, access=access)

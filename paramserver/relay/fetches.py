@@ -23,6 +23,7 @@ from paramserver.data import tcp
 from paramserver.data.frames import Greeting
 from paramserver.data.nixl.dialer import NixlDialer
 from paramserver.data.nixl.processes import NixlProcesses
+from paramserver.data.secured import DataAccess
 from paramserver.data.spill import SCHEME, Spill
 from paramserver.data.transport import Link, Source
 from paramserver.memory.store import Snapshot
@@ -67,12 +68,14 @@ class Fetches:
         spill: Spill | None,
         nixl: NixlProcesses | None,
         bind_host: str,
+        access: DataAccess | None,
     ) -> None:
-        """`bind_host`: the address that connections to other relays come from; "": any."""
+        """`bind_host`: the address that connections to other relays come from; "": any. `access`: with which they are
+        opened."""
         self._config, self._view, self._models = config, lease.view, models
         self._spill = spill
         self._nixl = NixlDialer(nixl, self._dial_tcp) if nixl is not None else None
-        self._bind_host = bind_host
+        self._bind_host, self._access = bind_host, access
         self._running: dict[tuple[str, int], _Running] = {}
         self._failures = FailureLog(log)
         # Not the event loop's own threads: a few fetches without a byte would keep everything else from running there.
@@ -171,4 +174,6 @@ class Fetches:
         return self._dial_tcp(source, greeting)
 
     def _dial_tcp(self, source: Source, greeting: Greeting) -> tcp.TcpLink:
-        return tcp.TcpLink(source, greeting, silence_s=self._config.silence_s, bind_host=self._bind_host)
+        return tcp.TcpLink(
+            source, greeting, silence_s=self._config.silence_s, bind_host=self._bind_host, access=self._access
+        )

@@ -32,16 +32,20 @@ from paramserver.data.nixl import dialer as nixl_module
 from paramserver.data.nixl import processes as processes_module
 from paramserver.data.nixl.dialer import NixlDialer
 from paramserver.data.nixl.processes import NixlProcesses
+from paramserver.data.secured import DataAccess
 from paramserver.data.spill import Spill
 from paramserver.data.tcp import TcpLink
 from paramserver.data.transport import Link, Source
+from protos.access.credentials import Credentials
 from protos.errors import NotFound, StaleEpoch, Unavailable
 from tests.support.fleet import until
 from tests.support.hops import CHUNK, CONTENT, FETCH, Host, random_content
 
 pytest_plugins = ["tests.support.nixl"]
 NIXL = pytest.param("nixl", marks=pytest.mark.slow)  # each of its links takes two processes
-KINDS = ["tcp", NIXL, "file"]
+SECURED = ["sealed", "tls"]
+"""tcp with a fleet's credentials, in both ways of protecting it."""
+KINDS = ["tcp", NIXL, "file", *SECURED]
 LIVELY_S = 3.0
 """Silence that counts as death where a holder lives: its signs of life come in time beside any other work."""
 BIG = {"seed": 1, "size": 8 << 20, "chunk_bytes": 256 << 10, "max_rate": 8e6}
@@ -55,6 +59,7 @@ class Scene:
     kind: str
     directory: Path
     nixl: NixlProcesses | None = None
+    credentials: Path | None = None
     hosts: list[Host] = field(default_factory=list)
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     spills: dict[str, Spill] = field(default_factory=dict)
@@ -64,9 +69,16 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.dialer = NixlDialer(self.nixl, self.tcp) if self.nixl is not None else None
+        given = self.credentials
+        self.access = DataAccess(Credentials(given), tls=self.kind == "tls") if given is not None else None
+
+    @property
+    def transport(self) -> str:
+        """What its links call themselves."""
+        return "tcp" if self.kind in SECURED else self.kind
 
     def tcp(self, source: Source, greeting: Greeting) -> TcpLink:
-        return TcpLink(source, greeting, silence_s=self.silence_s)
+        return TcpLink(source, greeting, silence_s=self.silence_s, access=self.access)
 
     def own_processes(self) -> NixlProcesses:
         """Fresh ones, for the hosts and links made from now on."""
@@ -77,7 +89,9 @@ class Scene:
     def host(self, *sizes: int, plain: bool = False, **options: object) -> Host:
         """`plain`: speaks tcp only."""
         nixl = None if plain else self.nixl
-        self.hosts.append(Host(self.directory / f"host{len(self.hosts)}", *sizes, nixl=nixl, **options))  # type: ignore[arg-type]
+        self.hosts.append(
+            Host(self.directory / f"host{len(self.hosts)}", *sizes, nixl=nixl, access=self.access, **options)
+        )  # type: ignore[arg-type]
         return self.hosts[-1]
 
     def full(self) -> Source:
@@ -99,7 +113,8 @@ class Scene:
     def process(self, **options: object) -> tuple[subprocess.Popen[str], Source]:
         """A holder of `BIG` in a process of its own, slow enough to be met in the middle."""
         name = f"process{len(self.processes)}"
-        wanted = {**BIG, "nixl": self.kind == "nixl", **options}
+        credentials = str(self.credentials) if self.credentials is not None else ""
+        wanted = {**BIG, "nixl": self.kind == "nixl", "credentials": credentials, "tls": self.kind == "tls", **options}
         command = [sys.executable, "-m", "tests.support.hops", str(self.directory / name), json.dumps(wanted)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         self.processes.append(process)
@@ -145,14 +160,16 @@ def nixl_processes(nixl: None) -> Iterator[NixlProcesses]:
 @pytest.fixture
 def scene(kind: str, request: pytest.FixtureRequest) -> Iterator[Scene]:
     directory = Path(tempfile.mkdtemp(prefix="laminar-transport-", dir="/dev/shm"))
-    found = Scene(kind, directory, request.getfixturevalue("nixl_processes") if kind == "nixl" else None)
+    nixl = request.getfixturevalue("nixl_processes") if kind == "nixl" else None
+    credentials = request.getfixturevalue("fleet") / "relay" if kind in SECURED else None
+    found = Scene(kind, directory, nixl, credentials)
     yield found
     found.close()
     shutil.rmtree(directory)
 
 
 every = pytest.mark.parametrize("kind", KINDS)
-hops = pytest.mark.parametrize("kind", ["tcp", NIXL])
+hops = pytest.mark.parametrize("kind", ["tcp", NIXL, *SECURED])
 only_nixl = pytest.mark.parametrize("kind", [NIXL])
 
 
@@ -164,7 +181,7 @@ def test_a_version_comes_whole_and_right(scene: Scene, kind: str, num_stripes: i
     assert running.run()
     assert into.content() == CONTENT
     assert into.snapshot.root() == scene.hosts[0].snapshot.root()
-    assert (running.transport, running.num_bypasses, running.num_stripes) == (kind, 0, num_stripes)
+    assert (running.transport, running.num_bypasses, running.num_stripes) == (scene.transport, 0, num_stripes)
 
 
 @every
@@ -197,7 +214,7 @@ def test_chunks_that_come_later_are_waited_for_without_a_bypass(scene: Scene, ki
         upstream.fill()
         assert done.result(60.0)
     assert into.content() == CONTENT
-    assert (running.transport, running.num_bypasses) == (kind, 0)
+    assert (running.transport, running.num_bypasses) == (scene.transport, 0)
 
 
 @hops
@@ -212,7 +229,7 @@ def test_a_chunk_that_takes_longer_than_the_silence_that_counts_as_death_is_no_d
     running = scene.fetch(into, [[slow.source]])
     assert running.run()
     assert into.content() == content
-    assert (running.transport, running.num_bypasses) == (kind, 0)
+    assert (running.transport, running.num_bypasses) == (scene.transport, 0)
 
 
 @every
@@ -259,7 +276,7 @@ def test_a_holder_that_is_killed_in_the_middle_costs_little_and_another_gives_th
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(running.run)
         until(lambda: running.bytes_done > len(RIGHT) // 4, "a quarter is there")
-        assert running.transport == kind
+        assert running.transport == scene.transport
         process.kill()
         assert done.result(60.0)
     assert into.content() == RIGHT
@@ -270,12 +287,12 @@ def test_a_holder_that_is_killed_in_the_middle_costs_little_and_another_gives_th
 @hops
 def test_a_holder_that_hangs_is_noticed_and_what_it_sends_when_it_wakes_lands_nowhere(scene: Scene, kind: str) -> None:
     """The one that hangs has other bytes, so that one of them that came late would show."""
-    process, source = scene.process(seed=2, max_rate=8e6 if kind == "tcp" else None)
+    process, source = scene.process(seed=2, max_rate=8e6 if scene.transport == "tcp" else None)
     good = scene.host(plain=True, content=RIGHT, chunk_bytes=BIG["chunk_bytes"])
     good.fill()
     into = scene.host(content=RIGHT, chunk_bytes=BIG["chunk_bytes"])
     link = scene.dial(into)(source, FETCH)
-    assert link.transport == kind
+    assert link.transport == scene.transport
     link.request(Want(0, 0))
     link.receive(into.snapshot.place, lambda *_: None)
     processes = [child.pid for child in psutil.Process(process.pid).children()]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,11 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import msgspec
 import pytest
 
 from deploy.setup_env import ROOT
 from paramserver.client import RelayClient, publish
+from paramserver.core.handshake import NONCE_BYTES, Opening, key_id
 from paramserver.credentials.authority import Authority
+from paramserver.credentials.fleet import Fleet
+from paramserver.data import frames
+from paramserver.data.frames import Greeting, LinkBroken
+from paramserver.data.secured import MAGIC, Challenge, DataAccess, Hello
+from paramserver.data.tcp import TcpLink
+from paramserver.data.transport import Source
 from protos.access.credentials import CREDENTIALS_VARIABLE, Credentials
 from protos.access.fleet import Identity
 from protos.errors import LaminarError
@@ -29,13 +38,15 @@ from tests.support.weights import source_of, weights
 pytestmark = pytest.mark.slow
 
 MODEL = "policy"
+FETCH = Greeting("fetch", MODEL, 1, "stranger")
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A relay at `address`, and the directory of its fleet; `scratch` is for strangers' credentials."""
+    """A relay at `address`, its port for bytes at `data`, and its fleet; `scratch` is for strangers' credentials."""
 
     address: str
+    data: str
     fleet: Path
     scratch: Path
 
@@ -107,6 +118,72 @@ async def unknown_method(scene: Scene) -> str:
         return refused.value.code().name
 
 
+async def bytes_in_the_clear(scene: Scene) -> str:
+    return await asyncio.to_thread(_greeted, scene, FETCH, None)
+
+
+async def bytes_with_another_key(scene: Scene) -> str:
+    Fleet.init(scene.scratch / "other", (), 30)
+    return await asyncio.to_thread(_greeted, scene, FETCH, DataAccess(Credentials(scene.scratch / "other" / "admin")))
+
+
+async def bytes_for_another_model(scene: Scene) -> str:
+    greeting = Greeting("fetch", "critic", 1, "stranger")
+    return await asyncio.to_thread(_greeted, scene, greeting, DataAccess(Credentials(scene.fleet / "relay")))
+
+
+async def relay_writes(scene: Scene) -> str:
+    access = DataAccess(Credentials(scene.fleet / "relay"), tls=True)
+    return await asyncio.to_thread(_greeted, scene, Greeting("write", MODEL, 1, "stranger", token="guess"), access)
+
+
+async def greeting_is_replayed(scene: Scene) -> str:
+    """With the proof of a connection before, whose requester's nonce is repeated, too."""
+    earlier: list[bytes] = []
+
+    def keep(body: bytes, proof: bytes) -> tuple[bytes, bytes]:
+        earlier.append(proof)
+        return body, earlier[0]
+
+    await asyncio.to_thread(_by_hand, scene, lambda body, proof: (keep(body, proof)[0], bytes(len(proof))))
+    return await asyncio.to_thread(_by_hand, scene, keep)
+
+
+async def greeting_is_changed(scene: Scene) -> str:
+    return await asyncio.to_thread(_by_hand, scene, lambda body, proof: (body.replace(b"policy", b"critic"), proof))
+
+
+async def greeting_is_oversized(scene: Scene) -> str:
+    return await asyncio.to_thread(
+        _by_hand, scene, lambda body, proof: (body + b" " * frames.GREETING_BYTES_MAX, proof)
+    )
+
+
+def _greeted(scene: Scene, greeting: Greeting, access: DataAccess | None) -> str:
+    with pytest.raises(LaminarError) as refused:
+        TcpLink(Source("a", scene.data), greeting, silence_s=60.0, access=access).close()
+    return refused.value.message
+
+
+def _by_hand(scene: Scene, change: Callable[[bytes, bytes], tuple[bytes, bytes]]) -> str:
+    """A peer that knows the key, and whose greeting and proof are changed on their way."""
+    key, nonce = Credentials(scene.fleet / "relay").material.fleet_keys[0], bytes(NONCE_BYTES)
+    hello = msgspec.json.encode(Hello(nonce, [key_id(key)]))
+    with frames.connect(scene.data, 60.0) as sock:
+        frames.send_all(sock, MAGIC + len(hello).to_bytes(4, "big") + hello)
+        header = frames.receive_header(sock)
+        challenge = frames.receive_json(sock, header.length, Challenge)
+        body = msgspec.json.encode(msgspec.structs.replace(FETCH, to=scene.data))
+        body, proof = change(body, Opening("mac", nonce, challenge.nonce).requester_proof(key, body))
+        with contextlib.suppress(LinkBroken):  # it ends before it has taken all in
+            frames.send_all(sock, len(body).to_bytes(4, "big") + body + proof)
+        try:
+            header = frames.receive_header(sock)
+        except LinkBroken:
+            return "the connection ends"
+        return frames.receive_refusal(sock, header).message
+
+
 async def _refused(work: Awaitable[object]) -> str:
     with pytest.raises(LaminarError) as refused:
         await work
@@ -124,6 +201,13 @@ ATTEMPTS: dict[str, Attempt] = {
     "a gateway drops a model": gateway_drops,
     "a trainer drains a relay": trainer_drains,
     "a relay adopts a registry": relay_adopts,
+    "bytes in the clear": bytes_in_the_clear,
+    "bytes with the fleet key of another fleet": bytes_with_another_key,
+    "bytes of a model that there is not": bytes_for_another_model,
+    "a relay writes a version, over TLS": relay_writes,
+    "a greeting with the proof of an earlier connection": greeting_is_replayed,
+    "a greeting whose model was changed on its way": greeting_is_changed,
+    "a greeting that is too long": greeting_is_oversized,
 }
 
 
@@ -131,7 +215,7 @@ ATTEMPTS: dict[str, Attempt] = {
 async def scene(relays: Relays, fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.delenv(CREDENTIALS_VARIABLE, raising=False)
     daemon = await asyncio.to_thread(relays.start, "a", "--credentials", str(fleet / "relay"))
-    found = Scene(daemon.ready["grpc"], fleet, tmp_path)
+    found = Scene(daemon.ready["grpc"], daemon.ready["data"], fleet, tmp_path)
     async with found.client("trainer") as trainer:
         await (await publish(trainer, MODEL, source_of(weights(1)), step=1, run="r")).wait_sealed(60.0)
     yield found

@@ -15,10 +15,12 @@ from pathlib import Path
 from paramserver.core.records import Epoch, FileSpec, Manifest, digest
 from paramserver.data.frames import Greeting
 from paramserver.data.nixl.processes import NixlProcesses
+from paramserver.data.secured import DataAccess
 from paramserver.data.server import DataServer, listen_tcp
 from paramserver.data.transport import Source
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
+from protos.access.credentials import Credentials
 from protos.errors import Conflict, Corrupt, NotFound
 
 EPOCH = Epoch("store", 1)
@@ -46,13 +48,16 @@ class Host:
         chunk_bytes: int = CHUNK,
         nixl: NixlProcesses | None = None,
         max_rate: float | None = None,
+        access: DataAccess | None = None,
     ) -> None:
         self.all = content
         self.store = Store(Pool(directory, POOL_BYTES))
         self.snapshot: Snapshot = self.store.open(manifest(*(sizes or (len(content),)), chunk_bytes=chunk_bytes))
         self.withdrawn: list[str] = []
-        self.server = DataServer(self, nixl=nixl, max_rate=max_rate)
-        self.source = Source(directory.name, self.server.serve_tcp(listen_tcp("127.0.0.1", 0)))
+        listener = listen_tcp("127.0.0.1", 0)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        self.server = DataServer(self, nixl=nixl, max_rate=max_rate, access=access, address=address)
+        self.source = Source(directory.name, self.server.serve_tcp(listener))
         self.socket = directory / "publish.sock"
         self.server.serve_unix(self.socket)
 
@@ -92,11 +97,13 @@ def random_content(seed: int, size: int) -> bytes:
 
 
 def main() -> None:
-    """Serves until SIGTERM: `DIRECTORY {"seed", "size", "chunk_bytes", "max_rate", "nixl"}` as JSON."""
+    """Serves until SIGTERM: `DIRECTORY OPTIONS`, with OPTIONS as JSON."""
     directory, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
     nixl = NixlProcesses(idle_max=1) if wanted["nixl"] else None
+    access = DataAccess(Credentials(Path(wanted["credentials"])), tls=wanted["tls"]) if wanted["credentials"] else None
     host = Host(
         directory,
+        access=access,
         content=random_content(wanted["seed"], wanted["size"]),
         chunk_bytes=wanted["chunk_bytes"],
         nixl=nixl,

@@ -20,6 +20,7 @@ PARTS = {
     "faults": "tests.bench.relay.faults",
     "join": "tests.bench.relay.join",
     "memory": "tests.bench.relay.memory",
+    "security": "tests.bench.relay.security",
 }
 
 

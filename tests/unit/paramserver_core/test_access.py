@@ -8,8 +8,8 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from paramserver.core.access import METHODS, OPERATIONS, hint, refusal
-from protos.access.fleet import FLEET_ROLES, FleetRole, Identity
+from paramserver.core.access import METHODS, OPERATIONS, PURPOSES, data_refusal, hint, refusal
+from protos.access.fleet import BYTES_ROLES, FLEET_ROLES, FleetRole, Identity
 from protos.laminar.v1 import relay_pb2
 
 SERVED = [
@@ -35,7 +35,7 @@ MAY: dict[str, set[FleetRole]] = {
 
 def test_every_method_that_is_served_has_an_operation() -> None:
     assert sorted(METHODS) == sorted(SERVED)
-    assert {*METHODS.values()} == {*OPERATIONS}
+    assert {*METHODS.values(), *PURPOSES.values()} == {*OPERATIONS}
 
 
 @pytest.mark.parametrize("name", MAY)
@@ -58,6 +58,14 @@ def test_a_relay_drains_itself_alone() -> None:
 def test_a_method_without_an_operation_is_refused_to_everybody(method: str, role: FleetRole) -> None:
     assert "no operation" in refusal(method, Identity(role, "r0"), "r0")
     assert hint(method) == ""
+
+
+@pytest.mark.parametrize("role", FLEET_ROLES)
+def test_bytes_are_for_roles_with_the_fleet_key_and_writing_for_publishers(role: FleetRole) -> None:
+    caller = Identity(role, "x")
+    assert (data_refusal("fetch", caller) == "") == (role in BYTES_ROLES)
+    assert (data_refusal("write", caller) == "") == (role in ("trainer", "admin"))
+    assert "not for 'map'" in data_refusal("map", caller)
 
 
 def test_the_page_has_the_table() -> None:

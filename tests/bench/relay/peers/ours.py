@@ -20,10 +20,12 @@ from paramserver.data.fetch import Fetch
 from paramserver.data.frames import Greeting
 from paramserver.data.nixl.dialer import NixlDialer
 from paramserver.data.nixl.processes import NixlProcesses
+from paramserver.data.secured import DataAccess
 from paramserver.data.server import DataServer, listen_tcp
 from paramserver.data.transport import Source
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
+from protos.access.credentials import Credentials
 from protos.errors import Conflict, Corrupt
 from tests.bench.relay.peers.common import Other, arguments, end_with_stdin, mapped, rounds, say
 from tests.support.nixl import environment, installed
@@ -70,6 +72,13 @@ def processes_of(settings: dict[str, Any]) -> NixlProcesses | None:
     return processes
 
 
+def access_of(settings: dict[str, Any]) -> DataAccess | None:
+    """With "credentials", a directory, the hop is sealed; with "tls", too, it is over TLS."""
+    if not settings.get("credentials"):
+        return None
+    return DataAccess(Credentials(Path(settings["credentials"])), tls=settings["tls"])
+
+
 def main() -> None:
     args = arguments()
     size, chunk_bytes = args.source.stat().st_size, args.settings.get("chunk_bytes", 0)
@@ -82,12 +91,15 @@ def main() -> None:
             snapshot.files[0].view()[:] = content
             for index in range(snapshot.chunks.num_chunks):
                 snapshot.present(index, digest(snapshot.place(index)))
-            server = DataServer(Holder(snapshot), nixl=processes)
-            say({"address": server.serve_tcp(listen_tcp(args.settings.get("listen", "127.0.0.1"), 0))})
+            listener = listen_tcp(args.settings.get("listen", "127.0.0.1"), 0)
+            address = ":".join(map(str, listener.getsockname()[:2]))
+            server = DataServer(Holder(snapshot), nixl=processes, access=access_of(args.settings), address=address)
+            say({"address": server.serve_tcp(listener)})
             end_with_stdin(exit_now=False)
             return
         source = Source("sender", Other(args).said["address"])
         content = memoryview(mapped(args.source))
+        access = access_of(args.settings)
         dialer = NixlDialer(processes, tcp.dialer()) if processes is not None else None
 
         def transfer() -> float:
@@ -97,7 +109,9 @@ def main() -> None:
                 snapshot,
                 Greeting("fetch", "policy", 1, "receiver"),
                 lambda: [[source]],
-                (lambda source, greeting: dialer.dial(source, greeting, place)) if dialer else tcp.dialer(),
+                (lambda source, greeting: dialer.dial(source, greeting, place))
+                if dialer
+                else tcp.dialer(access=access),
                 num_stripes=args.settings.get("stripes", 2),
             )
             started = time.perf_counter()
