@@ -20,7 +20,7 @@ from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, add_experience_routes
 from gateway.api.generate import add_generate_route
 from gateway.api.groups import add_group_routes
-from gateway.api.http_server import bodies_in_time
+from gateway.api.http_server import Admission, Bodies
 from gateway.api.listeners import AdminPlace, Listener, admin_place, listen, listen_for_admins, peers_of
 from gateway.api.openai.routes import OpenAIDeps, add_openai_routes
 from gateway.api.openai.text_proxy import TextRoutes
@@ -34,6 +34,7 @@ from gateway.api.ui import reading
 from gateway.api.ui.feed import Feed
 from gateway.api.ui.routes import add_ui_routes
 from gateway.config import GatewayConfig
+from gateway.core.connections import Connections
 from gateway.core.fleet import FleetState
 from gateway.core.lengths import SessionDurations
 from gateway.engines.base import AdapterContext
@@ -204,8 +205,10 @@ async def start(config: GatewayConfig) -> Gateway:
             stack.push_async_callback(close)  # in the reverse order
         stack.callback(database.hurry)  # a full disk delays no shutdown
         await parts.groups.restore()
+        connections = _connections(config)
         status = GatewayStatus(
             config,
+            connections=connections,
             fleet=parts.fleet,
             sessions=parts.sessions,
             trainer=parts.trainer,
@@ -225,10 +228,13 @@ async def start(config: GatewayConfig) -> Gateway:
             deps = AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline)
             admin = None
             if place is not None:
-                admin = await listen_for_admins(_admin_routes(config, deps, place, access), place)
+                of_admins = Admission(_connections(config), strangers=access is not None and place.path is None)
+                admin = await listen_for_admins(_admin_routes(config, deps, place, access), place, of_admins)
                 listening.push_async_callback(admin.close)
                 status.admin_url = admin.url
-            listener = await listen(_routes(config, codec, parts, stores, deps, access), config.host, config.port)
+            app = _routes(config, codec, parts, stores, deps, access)
+            admission = Admission(connections, strangers=access is not None)
+            listener = await listen(app, config.host, config.port, admission)
             listening.pop_all()
         loops = _start_loops(config, parts, registry, access)
         return Gateway(config, stores, parts, status, listener, admin, loops, stack.pop_all())
@@ -360,7 +366,9 @@ def _routes(
     from_user = config.session_from_user
     text = None
     if parts.text_proxy is not None:
-        text = TextRoutes(parts.text_proxy, parts.sessions, config.model, session_from_user=from_user)
+        text = TextRoutes(
+            parts.text_proxy, parts.sessions, config.model, parts.live.bounds, session_from_user=from_user
+        )
     calls = Calls(
         parts.sessions,
         codec,
@@ -397,8 +405,13 @@ def _admin_routes(config: GatewayConfig, admin: AdminDeps, place: AdminPlace, ac
     return app
 
 
+def _connections(config: GatewayConfig) -> Connections[Any]:
+    return Connections(config.connections_max, config.connections_per_address)
+
+
 def _application(config: GatewayConfig, control: Sequence[Middleware]) -> web.Application:
-    return web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, *control, bodies_in_time])
+    bodies = Bodies(config.bodies_bytes_max, config.body_bytes_max)
+    return web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, *control, bodies.in_time])
 
 
 def _start_loops(

@@ -215,6 +215,33 @@ class GatewayConfig:
     ] = 600.0
     sessions_max: Annotated[int, Meta(ge=1), "Live sessions at once; further ones get 429."] = 100_000
     body_bytes_max: Annotated[int, Size(), "Largest body of a request; a larger one gets 413."] = 64 << 20
+    bodies_bytes_max: Annotated[
+        int,
+        Size(),
+        "Bodies that come in at once, together, by their declared sizes; a further one gets 429. A body without one "
+        "counts as --body-bytes-max.",
+    ] = 1 << 30
+    connections_max: Annotated[
+        int, Meta(ge=1), "Connections of clients at once; further ones get 429, unless one that has no key makes way."
+    ] = 16_384
+    connections_per_address: Annotated[
+        int,
+        Meta(ge=1),
+        "Connections of one client's address at once, or of one /64 network of IPv6; those of this host, where a proxy "
+        "may run, are not counted.",
+    ] = 4096
+    sessions_per_key: Annotated[
+        int | None,
+        Meta(ge=1),
+        Flag(show_default="any number, up to --sessions-max"),
+        "Live sessions that API keys of one name may have made; further ones get 429.",
+    ] = None
+    turns_per_key: Annotated[
+        int | None,
+        Meta(ge=1),
+        Flag(show_default="any number"),
+        "Turns, running and queued, in sessions that API keys of one name have made; further ones get 429.",
+    ] = None
     logprobs_kind: Annotated[
         LogprobsKind,
         "Which logprobs the engines report: vLLM's are raw unless it runs with --logprobs-mode processed_logprobs.",

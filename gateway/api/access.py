@@ -21,6 +21,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
 from gateway.api.errors import Handler
+from gateway.api.http_server import let_in
 from gateway.core.access import CALL, END, Caller, FinishKey, Operation, SessionKey, Target, require
 from gateway.core.types import GroupId, SessionId
 from gateway.sessions.group_service import GroupService
@@ -72,6 +73,7 @@ class Access:
             operation = _operation(request, operations)
             if operation is None or not operation.public:
                 request[CALLER] = self._let_in(request, operation)
+                let_in(request)
             return await handler(request)
 
         return controlled

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.api.errors import Handler
-from gateway.api.http_server import BACKLOG, Runner
+from gateway.api.http_server import BACKLOG, Admission, Runner
 from gateway.config import GatewayConfig
 from protos.access.listening import check_listening
 from protos.access.unix_socket import SCHEME, check_peer, group_id, listen_on, peer_of, remove, socket_path
@@ -81,9 +81,9 @@ class Listener:
             remove(self.path)
 
 
-async def listen(app: web.Application, host: str, port: int) -> Listener:
+async def listen(app: web.Application, host: str, port: int, admission: Admission) -> Listener:
     """Serves `app` at a port. Raises Conflict."""
-    runner = await _runner(app)
+    runner = await _runner(app, admission)
     try:
         await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
     except OSError as error:
@@ -93,18 +93,18 @@ async def listen(app: web.Application, host: str, port: int) -> Listener:
     return Listener(f"http://{shown}:{runner.addresses[0][1]}", runner)
 
 
-async def listen_for_admins(app: web.Application, place: AdminPlace) -> Listener:
+async def listen_for_admins(app: web.Application, place: AdminPlace, admission: Admission) -> Listener:
     """Serves `app` where the admin listener is to be. Raises Conflict and InvalidRequest."""
     if place.path is None:
-        return await listen(app, place.host, place.port)
+        return await listen(app, place.host, place.port, admission)
     sock = listen_on(place.path, place.group)
-    runner = await _runner(app)
+    runner = await _runner(app, admission)
     await web.SockSite(runner, sock, backlog=BACKLOG).start()
     return Listener(f"{SCHEME}{place.path}", runner, place.path)
 
 
-async def _runner(app: web.Application) -> web.AppRunner:
-    runner = Runner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
+async def _runner(app: web.Application, admission: Admission) -> web.AppRunner:
+    runner = Runner(app, admission, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_TIMEOUT_S)
     await runner.setup()
     return runner
 

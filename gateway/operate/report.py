@@ -40,6 +40,26 @@ class AccessReport(msgspec.Struct, frozen=True, kw_only=True):
     admin_listen: str
 
 
+class HolderReport(msgspec.Struct, frozen=True):
+    """What the keys of one name have: live sessions, and turns that run or wait in them."""
+
+    sessions: int
+    turns: int
+
+
+class BoundsReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients hold open, and what was refused since the start because of a bound. `strangers`: connections of
+    which no request was let through yet; `made_way`: of those, closed for others. `holders`: by the names of API keys,
+    those that have the most. `refused_by_key`: sessions and turns beyond --sessions-per-key and --turns-per-key."""
+
+    connections: int
+    strangers: int
+    refused_connections: int
+    made_way: int
+    holders: Mapping[str, HolderReport]
+    refused_by_key: int
+
+
 class HeldBy(msgspec.Struct, frozen=True):
     """A session that keeps an engine on its version. `idle_s`: since its last turn; null if it is not known here."""
 
@@ -113,6 +133,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     `--experience-store`; null without one."""
 
     access: AccessReport
+    bounds: BoundsReport
     model: str
     mode: Mode
     newest_version: int

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import Meter
@@ -14,6 +14,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import REGISTRY, generate_latest
 
 from gateway.config import GatewayConfig
+from gateway.core.connections import Connections
 from gateway.core.fleet import EngineState, EngineStatus
 from gateway.core.hold import hold
 from gateway.core.reasons import closed_reason
@@ -26,9 +27,11 @@ from gateway.operate.metrics import Sources, add_metrics
 from gateway.operate.report import (
     AccessReport,
     AllCounters,
+    BoundsReport,
     EngineReport,
     Health,
     HeldBy,
+    HolderReport,
     LastPlans,
     PlanSummary,
     SessionCounts,
@@ -66,10 +69,12 @@ class GatewayStatus:
         database: Database,
         keys: KeyFile | None = None,
         meter: Meter | None = None,
+        connections: Connections[Any],
     ) -> None:
         self._config, self._fleet, self._sessions, self._repacker = config, fleet, sessions, repacker
         self._trainer, self._buffer, self._pool, self._text_proxy = trainer, buffer, pool, text_proxy
         self._database, self._tasks, self._keys = database, tasks, keys
+        self._connections = connections
         self.admin_url = ""
         """Where the admin listener is, once it is there; empty: there is none."""
         self._started = time.monotonic()
@@ -105,6 +110,7 @@ class GatewayStatus:
                 failure="" if self._keys is None else self._keys.failure,
                 admin_listen=self.admin_url,
             ),
+            bounds=self._bounds(),
             model=self._config.model,
             mode=self._config.fleet.mode,
             newest_version=fleet.state.newest,
@@ -134,6 +140,17 @@ class GatewayStatus:
             repack=LastPlans([_summary(plan) for plan in self._repacker.last]),
             staleness=self._trainer.staleness,
             sessions_behind=sessions.version_histogram(),
+        )
+
+    def _bounds(self) -> BoundsReport:
+        counts, bounds = self._connections.counts(), self._sessions.live.bounds
+        return BoundsReport(
+            connections=counts.open,
+            strangers=counts.strangers,
+            refused_connections=counts.refused,
+            made_way=counts.made_way,
+            holders={name: HolderReport(*has) for name, has in bounds.by_holder().items()},
+            refused_by_key=bounds.refused,
         )
 
     def _tokens_per_s(self) -> float:

@@ -101,6 +101,18 @@ def warnings_of(status: Mapping[str, Any]) -> Sequence[str]:
     found += [f"{e['name']}, last error: {e['last_error']}" for e in hidden]
     found += [line for e in status["engines"] for line in _holders(e)]
     found += [f"{count} turns wait: {reason}" for reason, count in status["sessions"]["waiting_for"].items()]
+    bounds = status.get("bounds") or {}
+    if refused := bounds.get("refused_connections"):
+        found.append(
+            f"{refused} connections were refused: {bounds['connections']} are open, {bounds['strangers']} of them "
+            "without a key (--connections-max, --connections-per-address)"
+        )
+    if refused := bounds.get("refused_by_key"):
+        most = ", ".join(f"{name} {of['sessions']}/{of['turns']}" for name, of in [*bounds["holders"].items()][:4])
+        found.append(
+            f"{refused} sessions and turns were refused by --sessions-per-key and --turns-per-key; sessions/turns now: "
+            f"{most or 'none'}"
+        )
     admission = status["admission"]
     if admission["full"]:
         found.append(

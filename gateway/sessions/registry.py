@@ -18,6 +18,7 @@ from gateway.config import GatewayConfig
 from gateway.core.access import ATTACH, CALL, Caller, Target, finish_key, owner_of, require
 from gateway.core.endings import Ended
 from gateway.core.fleet import FleetState
+from gateway.core.key_bounds import KeyBounds
 from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, names_a_session
 from gateway.core.types import GroupId, SessionId, TurnId
 from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity
@@ -48,6 +49,7 @@ class SessionRegistry:
         self._key_of: dict[SessionId, str] = {}
         self._ended: OrderedDict[SessionId, Ended] = OrderedDict()
         self._children: dict[SessionId, set[SessionId]] = {}  # of live sessions, by their parent
+        self.bounds = KeyBounds(config.sessions_per_key, config.turns_per_key)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -114,6 +116,11 @@ class SessionRegistry:
         if parent is not None and state.spec.blocks_parent:
             parent.touched_unix_s = unix_s()
 
+    def owner_for(self, identity: SessionIdentity) -> str:
+        """The name whose key made the session that a request names, or makes it with this request."""
+        known = None if identity.session_id is None else self.owner(identity.session_id)
+        return owner_of(identity.caller) if known is None else known
+
     def named_by(self, identity: SessionIdentity) -> SessionState:
         """The session that a request names. A new name, or none, makes a session, which is the caller's. Forbidden for
         another's: checked here, because a session of that name may have been made while the request came in."""
@@ -142,7 +149,8 @@ class SessionRegistry:
             require(ATTACH, caller, Target(None, owner))
 
     def create(self, spec: SessionSpec) -> tuple[SessionState, str]:
-        """Makes a session and its API key. Conflict for a name in use, OutOfCapacity beyond `sessions_max`.
+        """Makes a session and its API key. Conflict for a name in use, OutOfCapacity beyond `sessions_max`, and beyond
+        what the holder of the caller's key may have.
 
         It is on disk once `saved` returns, and before any turn of it.
         """
@@ -150,7 +158,7 @@ class SessionRegistry:
         if self.tracer is not None and spec.trace is None:
             spec = replace(spec, trace=self.tracer.begin())
         now = unix_s()
-        state = self._live[spec.session_id] = SessionState(spec, now, now, version=spec.version)
+        state = self._enter(SessionState(spec, now, now, version=spec.version))
         self._note_parent(spec)
         self._fleet.pinned.note(state.session_id, spec.version)
         key = f"{SESSION_KEY_PREFIX}{secrets.token_hex(12)}"
@@ -192,6 +200,7 @@ class SessionRegistry:
             raise OutOfCapacity(
                 f"{len(self._live)} sessions are live", hint="finish or abandon some", retry_after_s=5.0
             )
+        self.bounds.check_session(spec.owner)
 
     def _check_parent(self, spec: SessionSpec) -> None:
         parent = spec.parent_session_id
@@ -216,7 +225,7 @@ class SessionRegistry:
         now = unix_s()
         state = SessionState(spec, now if created_unix_s is None else created_unix_s, now, version=spec.version)
         if not spec.ephemeral:
-            self._live[spec.session_id] = state
+            self._enter(state)
             self._note_parent(spec)
             self._note_key(spec.session_id, api_key)
         return state
@@ -233,7 +242,13 @@ class SessionRegistry:
 
     def revive(self, state: SessionState) -> None:
         """A call without a session whose turn a retry continues."""
+        self._enter(state)
+
+    def _enter(self, state: SessionState) -> SessionState:
+        if state.session_id not in self._live:
+            self.bounds.session_began(state.spec.owner)
         self._live[state.session_id] = state
+        return state
 
     def forget(self, state: SessionState, ended: Ended | None = None) -> None:
         """Takes the session out of the live ones; how it ended is remembered."""
@@ -241,7 +256,8 @@ class SessionRegistry:
             self._ended[state.session_id] = ended
             while len(self._ended) > ENDED_MAX:
                 self._ended.popitem(last=False)
-        self._live.pop(state.session_id, None)
+        if self._live.pop(state.session_id, None) is not None:
+            self.bounds.session_ended(state.spec.owner)
         parent = state.spec.parent_session_id
         if parent in self._children:
             self._children[parent].discard(state.session_id)

@@ -73,6 +73,7 @@ class TurnService:
     async def open_session(self, identity: SessionIdentity, turns: int = 1) -> SessionView:
         if self.live.draining:
             raise Unavailable("the gateway is shutting down", hint="send the request again soon")
+        self.live.bounds.check_turns(self.live.owner_for(identity), turns)
         state = self.live.named_by(identity)
         state.check_open(turns)
         return self._view(state)
@@ -218,11 +219,12 @@ class TurnService:
         state.begin_turn(turn.request, turn.began_unix_s)
         turn.session = state
         self.joinable.begin(turn)
+        self.live.bounds.turn_began(state.spec.owner)
         self.counters.turns_started += 1
         return state
 
     def turn_ended(self, turn: RunningTurn) -> None:
-        self.joinable.end(turn, time.monotonic())
+        self._left(turn)
         turn.session.end_turn(turn.record, unix_s())
         self.counters.turns_completed += 1
         self.lengths.ended(len(turn.record.token_ids))
@@ -239,8 +241,12 @@ class TurnService:
         if turn.session.spec.ephemeral and not turn.session.running:
             self.forget(turn.session)
 
-    def turn_dropped(self, turn: RunningTurn, why: Exception) -> None:
+    def _left(self, turn: RunningTurn) -> None:
         self.joinable.end(turn, time.monotonic())
+        self.live.bounds.turn_ended(turn.session.spec.owner)
+
+    def turn_dropped(self, turn: RunningTurn, why: Exception) -> None:
+        self._left(turn)
         turn.session.drop_turn(turn.request.turn_id, unix_s())
         if self.tracer is not None:
             self._record_span(turn, "aborted" if isinstance(why, Conflict) else "lost", str(why))

@@ -15,9 +15,10 @@ from gateway.api.anthropic.routes import add_anthropic_routes
 from gateway.api.calls.service import Calls
 from gateway.api.errors import answer_errors
 from gateway.api.generate import add_generate_route
-from gateway.api.http_server import Runner, bodies_in_time
+from gateway.api.http_server import Admission, Bodies, Runner
 from gateway.api.openai.routes import BODY_BYTES_MAX, OpenAIDeps, add_openai_routes
 from gateway.api.responses.routes import add_responses_routes
+from gateway.core.connections import Connections
 from gateway.core.retries import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import (
@@ -218,7 +219,9 @@ class ScriptedRun:
 @contextlib.asynccontextmanager
 async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
     """The routes of model calls on a free port; yields the base URL without `/v1`."""
-    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[answer_errors, bodies_in_time])
+    app = web.Application(
+        client_max_size=BODY_BYTES_MAX, middlewares=[answer_errors, Bodies(1 << 30, BODY_BYTES_MAX).in_time]
+    )
     calls = Calls(turns, codec)
     add_openai_routes(app, OpenAIDeps(calls))
     add_generate_route(app, calls)
@@ -231,7 +234,7 @@ async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def serving_app(app: web.Application) -> AsyncIterator[str]:
     """Any application on a free port."""
-    runner = Runner(app, handler_cancellation=True)
+    runner = Runner(app, Admission(Connections(10_000, 10_000), strangers=False), handler_cancellation=True)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -18,11 +18,13 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from gateway.api.access import api_keys
+from gateway.api.access import api_keys, caller_of
 from gateway.api.calls.answer import VERSION_HEADER
 from gateway.api.calls.events import KEEP_ALIVE, KeptAlive
 from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS
 from gateway.api.errors import error_body
+from gateway.core.access import owner_of
+from gateway.core.key_bounds import KeyBounds
 from gateway.core.text_requests import TextApi
 from gateway.core.types import Version
 from gateway.fleet.text_proxy import Relayed, TextProxy
@@ -63,8 +65,17 @@ _glance = msgspec.json.Decoder(Glance).decode
 class TextRoutes:
     """`glance` decides whether a request is forwarded as text; `answer` forwards it."""
 
-    def __init__(self, relay: TextProxy, turns: Turns, model: str, *, session_from_user: bool = True) -> None:
+    def __init__(
+        self,
+        relay: TextProxy,
+        turns: Turns,
+        model: str,
+        bounds: KeyBounds | None = None,
+        *,
+        session_from_user: bool = True,
+    ) -> None:
         self._relay, self._turns, self._model = relay, turns, model
+        self._bounds = KeyBounds() if bounds is None else bounds
         self._session_from_user = session_from_user
 
     def glance(self, request: web.Request, body: bytes) -> Glance | None:
@@ -86,6 +97,15 @@ class TextRoutes:
         return seen
 
     async def answer(self, request: web.Request, body: bytes, api: TextApi, seen: Glance) -> web.StreamResponse:
+        owner = owner_of(caller_of(request))
+        self._bounds.check_turns(owner, 1)
+        self._bounds.turn_began(owner)
+        try:
+            return await self._answer(request, body, api, seen)
+        finally:
+            self._bounds.turn_ended(owner)
+
+    async def _answer(self, request: web.Request, body: bytes, api: TextApi, seen: Glance) -> web.StreamResponse:
         async with _RelayedAnswer(request, streamed=bool(seen.stream)) as client:
             try:
                 async with self._relay.forward(api, body, client, streamed=client.streamed) as relayed:
