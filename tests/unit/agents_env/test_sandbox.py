@@ -88,9 +88,10 @@ RUN = """
 import asyncio, sys
 from agents_env.sandbox.client import Sandbox, SandboxFailed
 from agents_env.sandbox.limits import Limits, SandboxRefused
+PROGRAM = "import os; child = os.fork(); print(1, flush=True); child and os.waitpid(child, 0)"
 try:
     sandbox = Sandbox(sys.argv[1], Limits(time_s=60, disk_bytes=int(sys.argv[2])))
-    print(asyncio.run(sandbox.run(["-I", "-S", "-c", "import os; os.fork(); print(1)"])).stdout)
+    print(asyncio.run(sandbox.run(["-I", "-S", "-c", PROGRAM])).stdout)
 except SandboxRefused as refused:
     print(refused.bound)
 """
