@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paramserver.membership.local import find_etcd, free_port
-from protos.access.credentials import CREDENTIALS_VARIABLE
 from tests.soak import clocks, disks
 from tests.soak.access import Access
 from tests.soak.links import Link
@@ -241,7 +240,7 @@ class Fleet:
             *(f"--experience-store=redis://{redis}/0", f"--api-keys={self.access.key_file}"),
             "--staleness-max=1000000",  # what is dropped as too stale would look like a loss
             "--stall-timeout-s=20",
-            **{CREDENTIALS_VARIABLE: str(self.access.of(name))},
+            LAMINAR_CREDENTIALS=str(self.access.of(name)),
         )
 
     def _runner(self, number: int) -> None:
@@ -266,7 +265,7 @@ class Fleet:
             *(f"--journal={self.journal('trainer')}", f"--publish-s={self.options.publish_s}"),
             ready=False,
             LAMINAR_API_KEY=self.access.keys["trainer"],
-            **{CREDENTIALS_VARIABLE: str(self.access.of("trainer"))},
+            LAMINAR_CREDENTIALS=str(self.access.of("trainer")),
         )
 
 
