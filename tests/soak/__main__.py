@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from protos.access.credentials import CREDENTIALS_VARIABLE
 from tests.bench.results import RESULTS
 from tests.soak import chaos, disks
 from tests.soak.faults import Faults
@@ -57,7 +59,7 @@ class Soak:
         for reason in self._report.not_possible:
             say(f"left out: {reason}")
         work: list[Coroutine[Any, Any, None]] = [watchers.follow(), watchers.measure(), self._report_often()]
-        tasks = [asyncio.create_task(one) for one in work] + watchers.readers()
+        tasks = [asyncio.create_task(one) for one in work] + [*watchers.readers(), watchers.strangers()]
         failure: asyncio.Future[Any] = asyncio.gather(*tasks)
         ending = asyncio.create_task(self._live(watchers))
         try:
@@ -66,6 +68,9 @@ class Soak:
             if failure.done():
                 failure.result()
             state = ending.result()
+        except BaseException:
+            self._write("failed")
+            raise
         finally:
             for task in (*tasks, ending):
                 task.cancel()
@@ -119,9 +124,10 @@ class Soak:
         return self.stop.is_set()
 
     async def _report_often(self) -> None:
+        """From the start on, so that whatever ends this run leaves its own figures, not those of the one before."""
         while True:
-            await asyncio.sleep(REPORT_S)
             self._write("running")
+            await asyncio.sleep(REPORT_S)
 
     def _write(self, state: str) -> dict[str, Any]:
         for name, what in self._fleet.findings[self._findings_taken :]:
@@ -179,12 +185,18 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     options = parsed()
     cannot_mount = disks.enter_namespace()
+    os.environ.pop(CREDENTIALS_VARIABLE, None)  # another fleet's: strangers have none
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         directory = Path(scratch) / "fleet"
         say(f"seed {options.seed}, {options.minutes:g} minutes; logs in {directory}")
         status = asyncio.run(soak(options, directory, can_mount=not cannot_mount))
         if options.keep is not None:
-            shutil.copytree(directory, options.keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("disks", "etcd"))
+            shutil.copytree(
+                directory,
+                options.keep,
+                dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns("disks", "etcd", "credentials"),
+            )
     return status
 
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -34,7 +35,10 @@ class Answers:
         """Names of tensors of a snapshot that are not those of `step`, bit for bit."""
         found: dict[str, torch.Tensor] = {}
         for file in sorted(snapshot.glob("*.safetensors")):
-            found |= load_file(file)
+            try:
+                found |= load_file(file)
+            except SafetensorError as error:  # a pin that did not hold: the file is written again, as another version
+                return [f"{file.name}: {error}"]
         wanted = weights("llama", "float32", step)
         names = sorted(found.keys() ^ wanted.keys())
         return names or [name for name, tensor in wanted.items() if not _same(tensor, found[name])]

@@ -2,6 +2,7 @@
 
 Invariants:
 - the same seed, parts and abilities give the same faults at the same times, whatever the fleet makes of them;
+- the first faults of a run are one of each row, in an order drawn by seed; from then on rows are drawn by weight;
 - in the second half of a run one process of each kind that has several is not killed, so that a slow growth has one
   long life to show itself in.
 """
@@ -86,12 +87,16 @@ def spared(parts: Mapping[str, Sequence[str]], seed: int) -> frozenset[str]:
 def faults(parts: Mapping[str, Sequence[str]], seed: int, duration_s: float) -> Iterator[Fault]:
     """All of a run. `parts`: names by kind of part; a kind that is empty has no faults."""
     chance = random.Random(seed)
-    kept = spared(parts, seed)
+    kept, none = spared(parts, seed), frozenset[str]()
+    first = chance.sample(TABLE, len(TABLE))
     at = 0.0
     while (at := at + chance.uniform(*PERIOD_S)) < duration_s:
-        rows = [row for row in TABLE if _targets(row, parts, kept if at >= duration_s / 2 else frozenset())]
-        [row] = chance.choices(rows, [row.weight for row in rows])
-        target = chance.choice(_targets(row, parts, kept if at >= duration_s / 2 else frozenset()))
+        targets = {
+            row: found for row in TABLE if (found := _targets(row, parts, kept if at >= duration_s / 2 else none))
+        }
+        first = [row for row in first if row in targets]
+        row = first.pop() if first else chance.choices([*targets], [row.weight for row in targets])[0]
+        target = chance.choice(targets[row])
         seconds = chance.uniform(*row.seconds)
         amount = 0.0
         if row.action == "clock step":

@@ -4,13 +4,13 @@ Invariants:
 - a port is chosen once, outside of those that the kernel gives to connections, and kept over restarts;
 - relays reach each other, etcd and engines through links that can be cut; each relay advertises a loopback address of
   its own (127.0.1.N), where its links listen, and listens itself on 127.0.0.1;
-- gateways have engines of their own and share one Redis; every HTTP port of a gateway asks for a key.
+- gateways have engines of their own and share one Redis; every HTTP port of a gateway asks for a key, and every gRPC
+  port of a relay for a certificate.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from paramserver.membership.local import find_etcd, free_port
 from tests.soak import clocks, disks
+from tests.soak.access import Access
 from tests.soak.links import Link
 from tests.soak.processes import Program, Supervised
 from tests.soak.work import MODEL
@@ -33,7 +34,6 @@ POOL_BYTES, SHM_BYTES = 32 * MIB, 48 * MIB
 DISK_BYTES = 256 * MIB
 CHUNK_BYTES = 64 << 10
 """A version is 26 chunks, so that a fault meets one in its middle."""
-ROLES = {"runner": "agent", "trainer": "trainer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,10 @@ class Fleet:
     clocks: dict[str, Path] = field(default_factory=dict)
     findings: list[tuple[str, str]] = field(default_factory=list)
     _ports: dict[str, int] = field(default_factory=dict)
+    access: Access = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.access = Access(self.directory)
 
     # ---- what faults may aim at
 
@@ -91,8 +95,11 @@ class Fleet:
         return f"{host}:{port}"
 
     def relay_address_direct(self, number: int) -> str:
-        """For the judge, whose reading no fault may cut."""
+        """For the judge and for strangers, whose calls no fault may cut."""
         return f"127.0.0.1:{self._port(f'relay-{number} grpc')}"
+
+    def gateway_url_direct(self, number: int) -> str:
+        return f"http://127.0.0.1:{self._port(f'gateway-{number}')}"
 
     def gateway_urls(self) -> list[str]:
         return [f"http://127.0.0.1:{self.links[f'gateway-{n}'].listen[1]}" for n in range(1, NUM_GATEWAYS + 1)]
@@ -110,6 +117,9 @@ class Fleet:
     async def start(self) -> None:
         """Stores first, then relays, engines, gateways, and whoever works with them."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        relays = {f"relay-{number}": _host(number) for number in range(1, NUM_RELAYS + 1)}
+        gateways = [f"gateway-{number}" for number in range(1, NUM_GATEWAYS + 1)]
+        await self.access.make(relays, gateways)
         self._lay_out()
         for link in self.links.values():
             await link.start()
@@ -133,7 +143,6 @@ class Fleet:
     # ---- the plan
 
     def _lay_out(self) -> None:
-        keys = self._keys()
         self._etcd()
         self._redis()
         for number in range(1, NUM_RELAYS + 1):
@@ -141,8 +150,8 @@ class Fleet:
         for number in range(1, NUM_GATEWAYS + 1):
             self._gateway(number)
         for number in range(1, NUM_RUNNERS + 1):
-            self._runner(number, keys)
-        self._trainer(keys)
+            self._runner(number)
+        self._trainer()
 
     def _add(self, name: str, kind: str, *argv: str, ready: bool = True, ends: bool = False, **env: str) -> None:
         if argv[0] == sys.executable and not clocks.missing():
@@ -158,13 +167,6 @@ class Fleet:
         else:
             directory.mkdir(parents=True)
         return directory
-
-    def _keys(self) -> dict[str, str]:
-        keys = {kind: secrets.token_urlsafe(24) for kind in ROLES}
-        path = self.directory / "api-keys"
-        path.write_text("".join(f"{role} {kind} {keys[kind]}\n" for kind, role in ROLES.items()))
-        path.chmod(0o600)
-        return keys
 
     def _etcd(self) -> None:
         client, peer = (f"http://127.0.0.1:{self._port(name)}" for name in ("etcd", "etcd peer"))
@@ -195,7 +197,7 @@ class Fleet:
 
     def _relay(self, number: int) -> None:
         name = f"relay-{number}"
-        own = f"127.0.1.{number}"
+        own = _host(number)
         for of in ("grpc", "data"):
             self._link(f"{name} {of}", f"{name} {of}", listen=(own, self._port(f"{name} {of}")))
         self._disk(self.shm, name, SHM_BYTES)
@@ -206,6 +208,7 @@ class Fleet:
             f"--etcd={self._link(f'{name} to etcd', 'etcd')}",
             *(f"--port={self._port(f'{name} grpc')}", f"--data-port={self._port(f'{name} data')}"),
             *(f"--pool-dir={self.shm[name] / 'pool'}", f"--pool-bytes={POOL_BYTES}", f"--chunk-bytes={CHUNK_BYTES}"),
+            f"--credentials={self.access.of(name)}",
             "--retain=3",
         )
 
@@ -234,12 +237,13 @@ class Fleet:
             "gateway",
             *(sys.executable, "-m", "gateway", "serve", f"--model={MODEL}", f"--tokenizer={tiny_model()}"),
             *(f"--port={self._port(name)}", f"--data={self._disk(self.disks, name, DISK_BYTES)}", *engines),
-            *(f"--experience-store=redis://{redis}/0", f"--api-keys={self.directory / 'api-keys'}"),
+            *(f"--experience-store=redis://{redis}/0", f"--api-keys={self.access.key_file}"),
             "--staleness-max=1000000",  # what is dropped as too stale would look like a loss
             "--stall-timeout-s=20",
+            LAMINAR_CREDENTIALS=str(self.access.of(name)),
         )
 
-    def _runner(self, number: int, keys: dict[str, str]) -> None:
+    def _runner(self, number: int) -> None:
         name = f"runner-{number}"
         self._add(
             name,
@@ -249,10 +253,10 @@ class Fleet:
             *(f"--seed={self.options.seed}", f"--number={number}", f"--agents={self.options.agents}"),
             ready=False,
             ends=True,
-            LAMINAR_API_KEY=keys["runner"],
+            LAMINAR_API_KEY=self.access.keys["runner"],
         )
 
-    def _trainer(self, keys: dict[str, str]) -> None:
+    def _trainer(self) -> None:
         self._add(
             "trainer",
             "trainer",
@@ -260,8 +264,14 @@ class Fleet:
             *(f"--gateway={url}" for url in self.gateway_urls()),
             *(f"--journal={self.journal('trainer')}", f"--publish-s={self.options.publish_s}"),
             ready=False,
-            LAMINAR_API_KEY=keys["trainer"],
+            LAMINAR_API_KEY=self.access.keys["trainer"],
+            LAMINAR_CREDENTIALS=str(self.access.of("trainer")),
         )
+
+
+def _host(relay: int) -> str:
+    """The address that a relay advertises, which its certificate is for."""
+    return f"127.0.1.{relay}"
 
 
 async def _listens(port: int, timeout_s: float = 60.0) -> None:

@@ -28,6 +28,7 @@ Kind = Literal[
     "unknown session",
     "process ended",
     "unexpected error",
+    "stranger let in",
 ]
 """Each is a failure of the run."""
 FINDINGS_KEPT = 100

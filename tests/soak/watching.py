@@ -8,13 +8,15 @@ import time
 from collections import defaultdict, deque
 
 from paramserver.client import Lease, RelayClient
+from protos.access.credentials import Credentials
 from protos.errors import LaminarError, NotFound
 from tests.soak import disks
 from tests.soak.answers import Answers
-from tests.soak.fleet import NUM_RELAYS, Fleet
+from tests.soak.fleet import NUM_GATEWAYS, NUM_RELAYS, Fleet
 from tests.soak.growth import Growth, Sample, sample
 from tests.soak.journal import Follower
 from tests.soak.judge import Judge, Span
+from tests.soak.strangers import Strangers
 from tests.soak.work import MODEL
 
 JUDGE_S, READ_S, SAMPLE_S = 1.0, 4.0, 5.0
@@ -86,7 +88,9 @@ class Watchers:
     async def read_relay(self, number: int) -> None:
         """Reads the newest version of a relay as an engine does, bit by bit, for ever."""
         name, last = f"relay-{number}", 0
-        async with RelayClient(self._fleet.relay_address_direct(number), timeout_s=5.0) as relay:
+        address = self._fleet.relay_address_direct(number)
+        credentials = Credentials(self._fleet.access.of("engine-host"))
+        async with RelayClient(address, timeout_s=5.0, credentials=credentials) as relay:
             while True:
                 try:
                     lease = await relay.acquire(MODEL, None, holder="soak")
@@ -121,6 +125,12 @@ class Watchers:
 
     def readers(self) -> list[asyncio.Task[None]]:
         return [asyncio.create_task(self.read_relay(number)) for number in range(1, NUM_RELAYS + 1)]
+
+    def strangers(self) -> asyncio.Task[None]:
+        fleet = self._fleet
+        relays = {f"relay-{number}": fleet.relay_address_direct(number) for number in range(1, NUM_RELAYS + 1)}
+        gateways = {f"gateway-{number}": fleet.gateway_url_direct(number) for number in range(1, NUM_GATEWAYS + 1)}
+        return asyncio.create_task(Strangers(fleet.access, relays, gateways, self._judge).run())
 
     # ---- processes
 

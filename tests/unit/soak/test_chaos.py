@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from tests.soak.chaos import PERIOD_S, TABLE, faults, spared
 
 PARTS = {
@@ -31,6 +33,18 @@ def test_every_row_of_the_table_is_drawn_in_some_hours_and_times_are_those_of_th
     assert killed == {
         name for kind in ("engine", "relay", "gateway", "runner", "trainer", "redis", "etcd") for name in PARTS[kind]
     }
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_first_faults_are_one_of_each_row(seed: int) -> None:
+    first = list(faults(PARTS, seed, 4 * 3600))[: len(TABLE)]
+    rows = {
+        (f.action, next(kind for kind in PARTS if f.target in PARTS[kind]))
+        for f in first
+        if f.action in ("kill", "stop")
+    }
+    assert rows == {(row.action, row.part) for row in TABLE if row.action in ("kill", "stop")}
+    assert {f.action for f in first} == {row.action for row in TABLE}
 
 
 def test_one_process_of_each_kind_lives_through_the_second_half() -> None:
