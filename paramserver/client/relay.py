@@ -31,7 +31,6 @@ from protos.access.credentials import Credentials, from_environment
 from protos.errors import LaminarError, NotFound, StaleEpoch, Unavailable
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
-from protos.telemetry.context import TRACEPARENT
 from protos.version_labels import VersionLabels, read_labels
 
 if TYPE_CHECKING:
@@ -284,9 +283,7 @@ class RelayClient:
         relay by `ttl_s`, and gives way, the oldest first, to a version that finds no other room.
         """
         request = pb.AcquireRequest(model=model, version=version, holder=holder, ttl_s=ttl_s, copies=copies)
-        call = self.stub.Acquire(request, timeout=self.timeout_s)
-        lease = await self.call(call)
-        metadata = dict(await self.call(call.initial_metadata()))
+        lease = await self.call(self.stub.Acquire(request, timeout=self.timeout_s))
         return Lease(
             lease.lease_id,
             lease.model,
@@ -295,7 +292,7 @@ class RelayClient:
             lease.root_digest,
             lease.step,
             lease.ttl_s,
-            str(metadata.get(TRACEPARENT, "")),
+            lease.traceparent,
         )
 
     async def renew(self, lease: Lease) -> None:

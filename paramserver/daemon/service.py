@@ -28,7 +28,6 @@ from protos.announce_options import master_options
 from protos.errors import InvalidRequest, LaminarError, NotFound, Unavailable, UnsupportedField
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
-from protos.telemetry.context import TRACEPARENT
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +130,7 @@ class RelayService(pb_grpc.RelayServicer):
         pin, sealed, path = await self._pins.acquire(
             secrets.token_hex(12), request.model, version, request.holder, request.ttl_s, request.copies
         )
-        if (trace := relay_trace(sealed.labels, self._name)) is not None:
-            await context.send_initial_metadata(((TRACEPARENT, trace.traceparent),))
+        trace = relay_trace(sealed.labels, self._name)
         return pb.Lease(
             lease_id=pin.lease_id,
             model=pin.model,
@@ -141,6 +139,7 @@ class RelayService(pb_grpc.RelayServicer):
             root_digest=sealed.root_digest,
             step=sealed.step,
             ttl_s=pin.ttl_s,
+            traceparent="" if trace is None else trace.traceparent,
         )
 
     @_unary

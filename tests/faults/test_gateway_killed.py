@@ -58,7 +58,7 @@ async def ask_until_answered(http: aiohttp.ClientSession, number: int) -> tuple[
 def tokens_of(text: str, stream: bool) -> tuple[list[int], list[float]]:
     events = [text]
     if stream:
-        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        events = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
         if events[-1:] != ["[DONE]"]:
             raise EOFError("the stream broke off")
         del events[-1]

@@ -121,7 +121,7 @@ async def answer_to(http: aiohttp.ClientSession, seed: int) -> dict[str, Any]:
     events = [text]
     if body["stream"]:
         assert text.endswith("data: [DONE]\n\n"), text[-300:]
-        events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+        events = [line[6:] for line in text.split("\n") if line.startswith("data: {")]
     return joined([choice for event in events for choice in json.loads(event)["choices"]])
 
 

@@ -167,7 +167,8 @@ def answer_of(text: str, *, stream: bool) -> Answer:
     """Refused for an error that came within the body, after status 200."""
     events = [text]
     if stream:
-        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")][:-1]
+        # By line feeds: text that a model chose may hold what `splitlines` takes for ends of lines, such as U+2028.
+        events = [line[6:] for line in text.split("\n") if line.startswith("data: ")][:-1]
     ids: list[int] = []
     spans: list[tuple[int, int, int]] = []
     for event in map(json.loads, events):

@@ -25,7 +25,7 @@ def read_tasks(path: Path | None, own: str, task_of: Callable[[str, Mapping[str,
     name = own if path is None else str(path)
     tasks = [
         _task(f"{name}, line {number}", number, line, task_of)
-        for number, line in enumerate(text.splitlines(), 1)
+        for number, line in enumerate(text.split("\n"), 1)
         if line.strip()
     ]
     if not tasks:

@@ -844,6 +844,7 @@ class Lease(_message.Message):
     ROOT_DIGEST_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     model: _builtins.str
     version: _builtins.int
@@ -853,6 +854,8 @@ class Lease(_message.Message):
     step: _builtins.int
     ttl_s: _builtins.float
     """seconds until it lapses, unless it is renewed"""
+    traceparent: _builtins.str
+    """W3C trace context of this relay's span of the version; empty: there is none"""
     def __init__(
         self,
         *,
@@ -863,10 +866,11 @@ class Lease(_message.Message):
         root_digest: _builtins.str = ...,
         step: _builtins.int = ...,
         ttl_s: _builtins.float = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "model", b"model", "path", b"path", "root_digest", b"root_digest", "step", b"step", "ttl_s", b"ttl_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "model", b"model", "path", b"path", "root_digest", b"root_digest", "step", b"step", "traceparent", b"traceparent", "ttl_s", b"ttl_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

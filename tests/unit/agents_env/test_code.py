@@ -128,6 +128,16 @@ def test_the_tasks_of_the_package_are_endless_and_the_same_for_a_seed() -> None:
         assert environment.task_of(task.task_id, json.loads(json.dumps(environment.data_of(task)))) == task
 
 
+def test_a_task_may_hold_what_python_takes_for_the_end_of_a_line(tmp_path: Path) -> None:
+    text = "add\u2028two\x85numbers"
+    line = json.dumps(
+        {"prompt": text, "entry_point": "add", "cases": [{"args": [1, 2], "expected": 3}]}, ensure_ascii=False
+    )
+    (tmp_path / "tasks.jsonl").write_text(f"{line}\n{line}\n")
+    tasks = read_tasks(tmp_path / "tasks.jsonl", OWN_TASKS, function_task)
+    assert [task.prompt for task in tasks] == [text, text]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
