@@ -36,7 +36,7 @@ test-upgrade: env  ## relays, gateway, SDK and plugins of this release and the o
 	@$(RUN) -m pytest tests/upgrade -m upgrade --show-capture=stdout -rP $(ARGS)
 
 test-alerts: env  ## every alert rule fires from real daemons under a real Prometheus, a minute of the rules taken for a second; some four minutes
-	@$(RUN) -m pytest tests/alerts -m alerts --show-capture=stdout -rP $(ARGS)
+	@$(RUN) -m pytest tests/alerts -m alerts $(ARGS)
 
 test-ui: env  ## the dashboard in a real Chromium: what it shows, keys, axe, frames with 5,000 sessions; some four minutes
 	@$(RUN) -m pytest tests/ui -m ui --show-capture=stdout -rP $(ARGS)

@@ -6,10 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +23,8 @@ from tests.support.skips import needs
 FOLDER = ROOT / "deploy/prometheus"
 BINARY = shutil.which("prometheus", path=f"{os.environ.get('PATH', '')}:/usr/local/bin:/usr/bin")
 INTERVAL = "1s"
-POLL_S = 0.25
+Spot = tuple[str, str]
+"""An alert, and the instance (or the model) that it names."""
 THRESHOLDS = {"LaminarNoNewVersion": ("> 3600", "> 60")}
 """Thresholds that are a time."""
 _DURATION = re.compile(r"\b(\d+)([mh])\b")
@@ -116,40 +114,21 @@ class Prometheus:
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
         """The labels and the value of each series."""
+        return [(series["metric"], float(series["value"][1])) for series in self._result(expression)]
+
+    def alerts(self, states: str = "firing", over: str = "1h") -> dict[Spot, list[float]]:
+        """The evaluations (unix times, s, oldest first) of the last `over` in which an alert was in one of `states`.
+
+        Prometheus' own history: an alert that fires for one evaluation is not missed, however seldom somebody looks.
+        """
+        found: dict[Spot, list[float]] = {}
+        for series in self._result(f'ALERTS{{alertstate=~"{states}"}}[{over}]'):
+            labels = series["metric"]
+            spot = (labels["alertname"], labels.get("instance") or labels["model"])
+            found[spot] = sorted([*found.get(spot, []), *(time_s for time_s, _ in series["values"])])
+        return found
+
+    def _result(self, expression: str) -> list[Any]:
         answer = httpx.get(f"http://127.0.0.1:{self.port}/api/v1/query", params={"query": expression}).json()
         assert answer["status"] == "success", answer
-        return [(series["metric"], float(series["value"][1])) for series in answer["data"]["result"]]
-
-
-@dataclass
-class Watch:
-    """What fires, by alert and instance (or model), with the time when it was first seen; polled in a thread."""
-
-    prometheus: Prometheus
-    seen: dict[tuple[str, str], float] = field(default_factory=dict)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-
-    def __enter__(self) -> Self:
-        self._polling = self._thread.submit(self._poll)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.shutdown()
-
-    def fires(self, alert: str, where: str) -> bool:
-        if self._polling.done():
-            self._polling.result()
-        return (alert, where) in self.seen
-
-    def forget(self, alert: str, where: str) -> None:
-        """Counts only what fires from now on."""
-        self.seen.pop((alert, where), None)
-
-    def _poll(self) -> None:
-        while not self._stop.wait(POLL_S):
-            # The last seconds, not this instant: an alert without `for` may fire between two polls.
-            for labels, _ in self.prometheus.query('last_over_time(ALERTS{alertstate="firing"}[2s])'):
-                where = labels.get("instance") or labels["model"]
-                self.seen.setdefault((labels["alertname"], where), time.monotonic())
+        return list(answer["data"]["result"])

@@ -29,11 +29,13 @@ from trainer_client import Publisher
 
 @dataclass(frozen=True, slots=True)
 class Provocation:
-    """`alerts`: each with the daemon, or the model, that it has to name."""
+    """`alerts`: each with the daemon, or the model, that it has to name. `beside`: it takes long, and its daemons are
+    its own, so the others are made meanwhile."""
 
     how: str
     act: Callable[[Fleet], None]
     alerts: Mapping[str, str]
+    beside: bool = False
 
 
 def take_engine_away(fleet: Fleet) -> None:
@@ -205,7 +207,7 @@ def pin(fleet: Fleet, version: int) -> None:
         async with RelayClient(fleet.relays["full"].ready["grpc"]) as relay:
             if version not in (await relay.status()).held.get(MODEL, ()):
                 return False
-            await relay.acquire(MODEL, version, holder="a session", ttl_s=3600.0)
+            fleet.pinned.append(await relay.acquire(MODEL, version, holder="a session", ttl_s=3600.0))
             return True
 
     until(lambda: asyncio.run(acquire()), f"version {version} at the full relay")
@@ -285,7 +287,7 @@ PROVOCATIONS = (
     Provocation("32 MiB at 256 KiB/s", publish_over_a_slow_link, {"LaminarTransferStands": "relay fetching"}),
     Provocation("no further version of a model", lambda fleet: None, {"LaminarNoNewVersion": "model slow"}),
     Provocation(
-        "an engine refuses five versions; two pinned; one mapped; no disk",
+        "five versions refused; two pinned; one mapped; no disk",
         fail_loads,
         {
             "LaminarLoadsFail": "gateway loads",
@@ -319,6 +321,7 @@ PROVOCATIONS = (
         "kill -9 of the Redis, then 140 finishes of 1 MB",
         finish_without_redis,
         {"LaminarSharedExperienceFails": "gateway shared", "LaminarSharedExperienceWaits": "gateway shared"},
+        beside=True,
     ),
     Provocation("49,154 trajectories in the buffer", hoard_trajectories, {"LaminarExperienceWaits": "gateway hoard"}),
     Provocation("its engine removed", take_engine_away, {"LaminarNoEngineServes": "gateway empty"}),
