@@ -83,6 +83,7 @@ class Prometheus:
     port: int
     targets: Mapping[str, Sequence[str]]
     daemon: Daemon = field(init=False)
+    _http: httpx.Client = field(init=False)
 
     def __enter__(self) -> Self:
         if BINARY is None:
@@ -95,20 +96,22 @@ class Prometheus:
                 [*command, f"--web.listen-address=127.0.0.1:{self.port}"], stdout=log, stderr=log
             )
         self.daemon = Daemon("prometheus", process, path)
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}")
         try:
             until(self._ready, "Prometheus")
         except BaseException:
-            self.daemon.kill()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._http.close()
         self.daemon.stop()
 
     def _ready(self) -> bool:
         assert self.daemon.process.poll() is None, self.daemon.log()[-3000:]
         try:
-            return httpx.get(f"http://127.0.0.1:{self.port}/-/ready").status_code == 200
+            return self._http.get("/-/ready").status_code == 200
         except httpx.TransportError:
             return False
 
@@ -129,6 +132,6 @@ class Prometheus:
         return found
 
     def _result(self, expression: str) -> list[Any]:
-        answer = httpx.get(f"http://127.0.0.1:{self.port}/api/v1/query", params={"query": expression}).json()
+        answer = self._http.get("/api/v1/query", params={"query": expression}).json()
         assert answer["status"] == "success", answer
         return list(answer["data"]["result"])

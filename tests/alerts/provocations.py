@@ -39,7 +39,7 @@ class Provocation:
 
 
 def take_engine_away(fleet: Fleet) -> None:
-    httpx.delete(f"{fleet.gateways['empty'].ready['url']}/admin/engines/well").raise_for_status()
+    fleet.call("DELETE", "empty", "/admin/engines/well").raise_for_status()
 
 
 def cut_half_of_all_turns(fleet: Fleet) -> None:
@@ -61,7 +61,7 @@ def lose_a_turn(fleet: Fleet) -> None:
 
 
 def tokens(fleet: Fleet, gateway: str) -> int:
-    status = httpx.get(f"{fleet.gateways[gateway].ready['url']}/status").json()
+    status = fleet.call("GET", gateway, "/status").json()
     return int(status["counters"]["tokens_generated"])
 
 
@@ -169,8 +169,7 @@ def begin(fleet: Fleet, name: str) -> None:
 
 def end(fleet: Fleet, name: str) -> None:
     """Again, if it was not heard: the gateway is busy with the others."""
-    url = f"{fleet.gateways['shared'].ready['url']}/sessions/{name}"
-    while httpx.get(url, timeout=180.0).raise_for_status().json()["state"] == "live":
+    while fleet.call("GET", "shared", f"/sessions/{name}", 180.0).raise_for_status().json()["state"] == "live":
         with contextlib.suppress(httpx.ReadTimeout):
             fleet.post("shared", f"/sessions/{name}/finish", 1.0, reward=1.0)
 
@@ -284,8 +283,11 @@ PROVOCATIONS = (
         leave_a_seal_in_doubt,
         {"LaminarSealInDoubt": "relay doubtful", "LaminarRelayWithoutEtcd": "relay doubtful"},
     ),
-    Provocation("32 MiB at 256 KiB/s", publish_over_a_slow_link, {"LaminarTransferStands": "relay fetching"}),
-    Provocation("no further version of a model", lambda fleet: None, {"LaminarNoNewVersion": "model slow"}),
+    Provocation(
+        "32 MiB at 256 KiB/s, and no version after it",
+        publish_over_a_slow_link,
+        {"LaminarTransferStands": "relay fetching", "LaminarNoNewVersion": "model slow"},
+    ),
     Provocation(
         "five versions refused; two pinned; one mapped; no disk",
         fail_loads,

@@ -11,8 +11,6 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import httpx
-
 from paramserver.client import RelayClient
 from paramserver.memory import stored
 from tests.alerts.fleet import Fleet
@@ -37,8 +35,7 @@ def add_engine(fleet: Fleet, gateway: str) -> None:
 
 
 def remove_engine(fleet: Fleet, gateway: str, engine: str) -> None:
-    url = f"{fleet.gateways[gateway].ready['url']}/admin/engines/{engine}"
-    httpx.delete(url, timeout=180.0).raise_for_status()
+    fleet.call("DELETE", gateway, f"/admin/engines/{engine}", 180.0).raise_for_status()
 
 
 def replace_engine(fleet: Fleet, gateway: str, engine: str) -> None:
