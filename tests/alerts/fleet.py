@@ -21,11 +21,11 @@ from typing import Any
 import httpx
 import numpy as np
 
+from paramserver.client import Lease
 from paramserver.credentials.fleet import Fleet as Credentials
 from tests.alerts.prometheus import Prometheus
 from tests.support import processes
 from tests.support.etcd import start_etcd
-from tests.support.fleet import until
 from tests.support.middleman import Middleman
 from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
@@ -53,8 +53,12 @@ class Fleet:
     """Engines that can be killed, etcd, and the Redis."""
     mapped: list[mmap.mmap] = field(default_factory=list)
     ports: KeptPorts = field(default_factory=KeptPorts)
+    pinned: list[Lease] = field(default_factory=list)
+    """Versions at the full relay."""
     ended: threading.Event = field(default_factory=threading.Event)
     credentials: Credentials = field(init=False)
+    _http: httpx.Client = field(init=False)
+    """One for all calls: to make one takes as much processor time as a hundred calls."""
     _commands: dict[str, list[str]] = field(default_factory=dict)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
     _works: list[Future[None]] = field(default_factory=list)
@@ -62,6 +66,7 @@ class Fleet:
     # -- starting
 
     def start(self) -> None:
+        self._http = self.stack.enter_context(httpx.Client(limits=httpx.Limits(max_keepalive_connections=0)))
         self.stack.callback(self._threads.shutdown)  # once every daemon that they wait for has ended
         self.stack.callback(self.ended.set)
         self.stack.callback(self.ports.close)
@@ -78,7 +83,7 @@ class Fleet:
         self.to_etcd = self.stack.enter_context(Middleman(self.etcd("doubt")))
         spill = f"--spill={self.directory / 'spill'}"
         self._relay("master", self.etcd("main"), "--pool-bytes=128MiB", spill)
-        self._relay("full", self.etcd("main"), f"--pool-bytes={POOL_FOR_TWO}", "--no-publish-host")
+        self._relay("full", self.etcd("main"), f"--pool-bytes={POOL_FOR_TWO}", "--no-publish-host", "--retain=1")
         self._relay("gone", self.etcd("main"), "--no-publish-host")
         self._relay("doubtful", self.to_etcd.address, "--lease-ttl-s=300")
         self._relay("limited", self.etcd("slow"), "--max-rate=256KiB")
@@ -90,9 +95,13 @@ class Fleet:
 
     def _relay(self, name: str, etcd: str, *flags: str) -> None:
         where = [f"--name={name}", f"--etcd={etcd}", f"--pool-dir={self.pools / name}", "--pool-bytes=64MiB"]
-        command = ["paramserver", "serve", *where, "--port=0", "--metrics-port=0", *PATIENT, *flags]
-        self.relays[name] = processes.start(f"relay-{name}", command, self.directory)
-        self._end(self.relays[name])
+        ports = ["--port=0", f"--metrics-port={self.ports.of(f'relay {name}')}"]
+        self._commands[f"relay-{name}"] = ["paramserver", "serve", *where, *ports, *PATIENT, *flags]
+        self.start_relay(name)
+
+    def start_relay(self, name: str) -> None:
+        """Starts it, or starts it again: Prometheus knows it by its address."""
+        self.relays[name] = self._start(f"relay-{name}")
 
     def _start_engines(self) -> None:
         for engine in (
@@ -117,8 +126,7 @@ class Fleet:
         return self.engines[engine].url if engine in self.engines else str(self.processes[engine].ready["e0"])
 
     def _start_gateways(self) -> None:
-        redis = start_redis(self.directory / "redis", self.ports.of("redis"))
-        self._daemon("redis", redis)
+        self.start_redis()
         self._gateway("gone", "well")
         self._gateway("empty", "well")
         self._gateway("cuts", "cutting", "mortal")
@@ -129,21 +137,29 @@ class Fleet:
         self._gateway("tasks", "well", f"--data={self.directory / 'tasks'}")
         self._gateway("hoard", "well", f"--data={self.directory / 'hoard'}")
         self._gateway("text", "text", "--relay-text")
-        store = [f"--experience-store={redis.ready['url']}", f"--data={self.directory / 'shared'}"]
+        store = [f"--experience-store={self.processes['redis'].ready['url']}", f"--data={self.directory / 'shared'}"]
         self._gateway("shared", "well", *store)
+
+    def start_redis(self) -> None:
+        """Starts it, or starts it again on its files."""
+        self._daemon("redis", start_redis(self.directory / "redis", self.ports.of("redis")))
 
     def _gateway(self, name: str, *words: str) -> None:
         engines = [f"--engine={word}=vllm={self.url(word)}" for word in words if not word.startswith("--")]
         options = [word for word in words if word.startswith("--")]
         model = f"--tokenizer={tokenizer(self.directory / 'model')}"
         command = ["gateway", "serve", f"--model={MODEL}", model, f"--port={self.ports.of(f'gateway {name}')}"]
-        self._commands[name] = [*command, "--no-probe", "--poll-interval-s=0.3", *engines, *options]
+        self._commands[f"gateway-{name}"] = [*command, "--no-probe", "--poll-interval-s=0.3", *engines, *options]
         self.start_gateway(name)
 
     def start_gateway(self, name: str) -> None:
         """Starts it, or starts it again."""
-        self.gateways[name] = processes.start(f"gateway-{name}", self._commands[name], self.directory)
-        self._end(self.gateways[name])
+        self.gateways[name] = self._start(f"gateway-{name}")
+
+    def _start(self, name: str) -> Daemon:
+        daemon = processes.start(name, self._commands[name], self.directory)
+        self._end(daemon)
+        return daemon
 
     def _daemon(self, name: str, daemon: Daemon) -> None:
         self.processes[name] = daemon
@@ -188,7 +204,11 @@ class Fleet:
             publisher.publish(weights, step=step, wait="sealed")
 
     def post(self, gateway: str, path: str, timeout_s: float = 60.0, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.gateways[gateway].ready['url']}{path}", json=body, timeout=timeout_s)
+        return self.call("POST", gateway, path, timeout_s, json=body)
+
+    def call(self, method: str, gateway: str, path: str, timeout_s: float = 60.0, **options: Any) -> httpx.Response:
+        url = f"{self.gateways[gateway].ready['url']}{path}"
+        return self._http.request(method, url, timeout=timeout_s, **options)
 
     def complete(self, gateway: str, session: str, max_tokens: int = 4, timeout_s: float = 60.0) -> httpx.Response:
         body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": max_tokens, "session_id": session}
@@ -229,9 +249,3 @@ def started(directory: Path) -> Iterator[Fleet]:
     with fleet.stack:
         fleet.start()
         yield fleet
-
-
-def well(fleet: Fleet, prometheus: Prometheus) -> None:
-    """Waits until all is well, as Prometheus sees it."""
-    fleet.publish(1)
-    until(lambda: fleet.is_well(prometheus), "a fleet that is well")

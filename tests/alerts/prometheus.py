@@ -6,10 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +23,8 @@ from tests.support.skips import needs
 FOLDER = ROOT / "deploy/prometheus"
 BINARY = shutil.which("prometheus", path=f"{os.environ.get('PATH', '')}:/usr/local/bin:/usr/bin")
 INTERVAL = "1s"
-POLL_S = 0.25
+Spot = tuple[str, str]
+"""An alert, and the instance (or the model) that it names."""
 THRESHOLDS = {"LaminarNoNewVersion": ("> 3600", "> 60")}
 """Thresholds that are a time."""
 _DURATION = re.compile(r"\b(\d+)([mh])\b")
@@ -85,6 +83,7 @@ class Prometheus:
     port: int
     targets: Mapping[str, Sequence[str]]
     daemon: Daemon = field(init=False)
+    _http: httpx.Client = field(init=False)
 
     def __enter__(self) -> Self:
         if BINARY is None:
@@ -97,59 +96,42 @@ class Prometheus:
                 [*command, f"--web.listen-address=127.0.0.1:{self.port}"], stdout=log, stderr=log
             )
         self.daemon = Daemon("prometheus", process, path)
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}")
         try:
             until(self._ready, "Prometheus")
         except BaseException:
-            self.daemon.kill()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._http.close()
         self.daemon.stop()
 
     def _ready(self) -> bool:
         assert self.daemon.process.poll() is None, self.daemon.log()[-3000:]
         try:
-            return httpx.get(f"http://127.0.0.1:{self.port}/-/ready").status_code == 200
+            return self._http.get("/-/ready").status_code == 200
         except httpx.TransportError:
             return False
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
         """The labels and the value of each series."""
-        answer = httpx.get(f"http://127.0.0.1:{self.port}/api/v1/query", params={"query": expression}).json()
+        return [(series["metric"], float(series["value"][1])) for series in self._result(expression)]
+
+    def alerts(self, states: str = "firing", over: str = "1h") -> dict[Spot, list[float]]:
+        """The evaluations (unix times, s, oldest first) of the last `over` in which an alert was in one of `states`.
+
+        Prometheus' own history: an alert that fires for one evaluation is not missed, however seldom somebody looks.
+        """
+        found: dict[Spot, list[float]] = {}
+        for series in self._result(f'ALERTS{{alertstate=~"{states}"}}[{over}]'):
+            labels = series["metric"]
+            spot = (labels["alertname"], labels.get("instance") or labels["model"])
+            found[spot] = sorted([*found.get(spot, []), *(time_s for time_s, _ in series["values"])])
+        return found
+
+    def _result(self, expression: str) -> list[Any]:
+        answer = self._http.get("/api/v1/query", params={"query": expression}).json()
         assert answer["status"] == "success", answer
-        return [(series["metric"], float(series["value"][1])) for series in answer["data"]["result"]]
-
-
-@dataclass
-class Watch:
-    """What fires, by alert and instance (or model), with the time when it was first seen; polled in a thread."""
-
-    prometheus: Prometheus
-    seen: dict[tuple[str, str], float] = field(default_factory=dict)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
-
-    def __enter__(self) -> Self:
-        self._polling = self._thread.submit(self._poll)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.shutdown()
-
-    def fires(self, alert: str, where: str) -> bool:
-        if self._polling.done():
-            self._polling.result()
-        return (alert, where) in self.seen
-
-    def forget(self, alert: str, where: str) -> None:
-        """Counts only what fires from now on."""
-        self.seen.pop((alert, where), None)
-
-    def _poll(self) -> None:
-        while not self._stop.wait(POLL_S):
-            # The last seconds, not this instant: an alert without `for` may fire between two polls.
-            for labels, _ in self.prometheus.query('last_over_time(ALERTS{alertstate="firing"}[2s])'):
-                where = labels.get("instance") or labels["model"]
-                self.seen.setdefault((labels["alertname"], where), time.monotonic())
+        return list(answer["data"]["result"])

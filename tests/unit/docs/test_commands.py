@@ -43,6 +43,7 @@ OF_OTHERS = {
     "mount": "Linux; changes the host",
     "openenv": "run by `tests/openenv`",
     "pip": "the wheel and its extras are installed by `tests/e2e/operating/test_wheel.py` and `deploy/setup_env.py`",
+    "prlimit": "Linux; reads and changes a process' limits",
     "promtool": "run by test_prometheus.py",
     "pytest": "runs tests, which are there",
     "python": "programs of the page, run by the test of its blocks",
