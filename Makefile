@@ -72,13 +72,14 @@ verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and
 quick: env  ## the quick part of the tests (under a minute)
 	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not slow" -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
 
-check: env  ## format, lint with bandit's rules, strict types, import directions, generated parts fresh; seconds, no tests
+check: env  ## format, lint with bandit's rules, strict types, import directions, generated parts fresh, once a day `make audit`; seconds, no tests
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
 	@PYTHONPATH=. .venv/bin/lint-imports
 	@$(RUN) -m protos.generate --check
 	@$(RUN) -m deploy.reference --check
+	@$(RUN) -m deploy.audit --daily
 
 SEEDS ?= 5000
 sim: env  ## the relay tier under virtual time, seeded faults on all cores (SEEDS=5000, some 20 minutes on 2 cores)
@@ -94,7 +95,7 @@ fuzz: env  ## every port and file that strangers write to: HTTP by schemathesis,
 	@test -x .venv-fuzz/bin/schemathesis || { $(PYTHON) -m venv .venv-fuzz && .venv-fuzz/bin/pip -q install 'schemathesis>=4.32'; }
 	@LAMINAR_FUZZ_EXAMPLES=$(EXAMPLES) LAMINAR_FUZZ_SEED=$(SEED) $(RUN) -m pytest tests/fuzz tests/e2e/test_openapi_fuzz.py --show-capture=stdout -rP $(ARGS)
 
-audit: env  ## known vulnerabilities of requirements.lock, by pip-audit, which it installs beside .venv; needs the internet
+audit: env  ## known vulnerabilities of requirements.lock, by pip-audit, which it installs beside .venv; needs an advisory service
 	@$(RUN) -m deploy.audit
 
 bench-relay: env  ## the relay tier's figures against their bars (ARGS="hop publish" runs parts); some 20 minutes
