@@ -1,5 +1,4 @@
-"""Known vulnerabilities of the packages in requirements.lock: `python -m deploy.audit`, which `make audit` and `make check`
-call.
+"""Known vulnerabilities of the packages in requirements.lock: `python -m deploy.audit`, which `make audit` calls.
 
 pip-audit is installed beside `.venv`. It needs an advisory service: that of the package index, else OSV. A package of
 which no service says anything counts as unknown, not as sound. Exit status 0: none is known, besides the exceptions of
@@ -65,7 +64,7 @@ def judged(output: str) -> Found | None:
         return None
     return Found(
         [
-            f"{package['name']} {package['version']}: {one['id']}, mended in {', '.join(one['fix_versions']) or 'none yet'}"
+            f"{package['name']} {package['version']}: {one['id']}, mended in {one['fix_versions'] or 'none yet'}"
             for package in dependencies
             for one in package.get("vulns", ())
         ],
