@@ -85,9 +85,11 @@ def test_every_command_and_option_is_on_the_page() -> None:
 
 
 def test_options_that_stand_elsewhere_are_those_of_the_daemon() -> None:
-    assert "Its options are those of [`gateway serve`](#gateway-serve), without `--log-level`, `--ready-file`." in part(
-        "configuration.md", "gateway doctor"
+    text = part("configuration.md", "gateway doctor")
+    assert (
+        "Its options are those of [`gateway serve`](#gateway-serve), without `--log-level`, `--ready-file`, and" in text
     )
+    assert re.findall(r"^\| `(--[\w-]+)`", text, re.MULTILINE) == ["--wait-s"]
 
 
 def test_every_option_says_what_it_is() -> None:
