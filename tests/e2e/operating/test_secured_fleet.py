@@ -46,7 +46,7 @@ OF_THE_INDEX = (
 )
 """Beginnings of the variables that say where packages come from: the only ones that the page's shell gets."""
 FAILS_AT_ONCE = "set -Eeu -o pipefail\ntrap 'echo \"failed: $BASH_COMMAND\"' ERR\n"
-LIMIT_S = 1500
+LIMIT_S = 3000
 """For all of it: most is pip's."""
 
 
