@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 PARALLEL := -n $$((2 + $$(nproc))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test test-faults soak test-upgrade test-alerts test-ui screenshots test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz audit bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference dashboards format lock clean
+.PHONY: help env system-packages demo test test-faults soak test-upgrade test-fleet test-alerts test-ui screenshots test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz audit bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference dashboards format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,7 +22,7 @@ demo: env  ## the main job on this machine: train, publish, refresh, repack, kil
 	@$(RUN) -m deploy.demo $(ARGS)
 
 test: env  ## every test of the README, without those of `make test-faults` (some minutes)
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not long and not upgrade and not alerts and not ui" $(PARALLEL) $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not long and not upgrade and not alerts and not ui and not fleet" $(PARALLEL) $(ARGS)
 
 test-faults: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow host, more seeds, one after the other (some eight minutes)
 	@$(RUN) -m pytest tests/faults tests/sim -m long $(ARGS)
@@ -34,6 +34,9 @@ soak: env  ## the whole system under load and seeded chaos, judged by clients th
 
 test-upgrade: env  ## relays, gateway, SDK and plugins of this release and the one before, which is built from its tag, both ways; some three minutes
 	@$(RUN) -m pytest tests/upgrade -m upgrade --show-capture=stdout -rP $(ARGS)
+
+test-fleet: env  ## docs/secured-fleet.md as it stands, from the wheel into an empty environment and HOME, with what pip downloads for it (0.4 GB); some three minutes
+	@$(RUN) -m pytest tests/e2e/operating/test_secured_fleet.py -m fleet --show-capture=stdout -rP $(ARGS)
 
 test-alerts: env  ## every alert rule fires from real daemons under a real Prometheus, a minute of the rules taken for a second; some three minutes
 	@$(RUN) -m pytest tests/alerts -m alerts $(ARGS)

@@ -21,7 +21,7 @@ from gateway.api.experience import ExperienceDeps, add_experience_routes
 from gateway.api.generate import add_generate_route
 from gateway.api.groups import add_group_routes
 from gateway.api.http_server import Admission, Bodies
-from gateway.api.listeners import AdminPlace, Listener, admin_place, listen, listen_for_admins, peers_of
+from gateway.api.listeners import Listener, listen, listen_for_admins, peers_of
 from gateway.api.openai.routes import OpenAIDeps, add_openai_routes
 from gateway.api.openai.text_proxy import TextRoutes
 from gateway.api.openapi import add_openapi_route
@@ -45,6 +45,7 @@ from gateway.experience.shared import SharedBuffer
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.registrations import Registrations
 from gateway.fleet.text_proxy import TextProxy
+from gateway.operate.admin_place import AdminPlace, admin_place
 from gateway.operate.status import GatewayStatus
 from gateway.redis import RedisAddress, RedisServer
 from gateway.repack.loop import Repacker

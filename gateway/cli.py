@@ -18,7 +18,6 @@ import uvloop
 
 from gateway.config import GatewayConfig, parse_engine
 from gateway.redis.address import RedisAddress
-from protos.access.roles import PURPOSE, ROLES, Role, new_line
 from protos.errors import InvalidRequest, LaminarError
 from protos.findings import report_findings
 from protos.options import (
@@ -46,6 +45,7 @@ LAZY = {
     ),
     "export": ("gateway.tables.cli", "Writes finished trajectories to a Parquet file."),
     "import": ("gateway.tables.cli", "Adds the trajectories of an exported Parquet file to a store."),
+    "keys": ("gateway.operate.keys", "The API keys of `gateway serve --api-keys FILE`."),
     "faultkit": ("gateway.faultkit.cli", "Scripted engines that die, hang, repeat, shorten, abort."),
 }
 
@@ -105,8 +105,13 @@ class StoreOption(click.Option):
         self._help = text
 
 
+GATEWAY_VARIABLE = "LAMINAR_GATEWAY"
 gateway_url = click.option(
-    "--url", default="http://127.0.0.1:8080", help="Address of a running gateway, or unix:PATH of its admin listener."
+    "--url",
+    default="http://127.0.0.1:8080",
+    envvar=GATEWAY_VARIABLE,
+    show_envvar=True,
+    help="Address of a running gateway, or unix:PATH of its admin listener.",
 )
 gateway_options = config_options(GatewayConfig, experience_store={"cls": StoreOption, "type": ExperienceStore()})
 
@@ -148,19 +153,22 @@ def _config(engines: tuple[str, ...], options: dict[str, Any]) -> GatewayConfig:
 
 @cli.command()
 @gateway_options
-def doctor(engines: tuple[str, ...], **options: Any) -> None:
+@click.option(
+    "--wait-s", type=Number(min=0), default=0.0, help="Look again for so long while anything is wrong: engines load."
+)
+def doctor(engines: tuple[str, ...], wait_s: float, **options: Any) -> None:
     """Checks what a gateway with the same options needs, and starts nothing.
 
-    Looks at this host, the tokenizer, the data directory, etcd, the relays, and each engine: what is wrong, and how to
-    mend it. Exit status 1 if anything is.
+    Looks at this host, the keys, the tokenizer, the data directory, the ports, etcd, the relays, and each engine: what
+    is wrong, and how to mend it. Exit status 1 if anything is.
 
     \b
     Example: gateway doctor --model policy --tokenizer DIR --engine e0=vllm=http://10.0.0.1:8000@10.0.0.1:7070
     """
-    from gateway.operate.doctor import examine
+    from gateway.operate.doctor import examine_patiently
 
     try:
-        findings = asyncio.run(examine(_config(engines, options)))
+        findings = asyncio.run(examine_patiently(_config(engines, options), wait_s))
     except LaminarError as e:
         raise click.ClickException(str(e)) from e
     report_findings(findings)
@@ -209,15 +217,19 @@ def repack(url: str, dry_run: bool, as_json: bool) -> None:
     type=Number(min=0),
     default=0.0,
     show_default=True,
-    help="Wait so long until the gateway answers and an engine serves; exit status 1 if none does by then.",
+    help="Wait so long until the gateway answers and --engines of its engines serve; exit status 1 if they do not by "
+    "then.",
 )
-def status(url: str, as_json: bool, wait_s: float) -> None:
+@click.option(
+    "--engines", "engines_min", type=click.IntRange(1), default=1, help="With --wait-s: how many engines have to serve."
+)
+def status(url: str, as_json: bool, wait_s: float, engines_min: int) -> None:
     """Shows the engines, turns, buffer and problems of a running gateway."""
-    from gateway.operate.repack_view import call, wait_for_engine
+    from gateway.operate.repack_view import call, wait_for_engines
     from gateway.operate.status_view import show
 
     try:
-        answer = asyncio.run(wait_for_engine(url, wait_s) if wait_s else call("GET", url, "/status"))
+        answer = asyncio.run(wait_for_engines(url, wait_s, engines_min) if wait_s else call("GET", url, "/status"))
     except LaminarError as e:
         raise click.ClickException(str(e)) from e
     if as_json:
@@ -227,7 +239,13 @@ def status(url: str, as_json: bool, wait_s: float) -> None:
 
 
 @cli.command()
-@click.option("--url", default="http://127.0.0.1:8080", help="Address of a running gateway.")
+@click.option(
+    "--url",
+    default="http://127.0.0.1:8080",
+    envvar=GATEWAY_VARIABLE,
+    show_envvar=True,
+    help="Address of a running gateway.",
+)
 @click.option("--once", is_flag=True, help="Print it as it is now, and end.")
 def top(url: str, once: bool) -> None:
     """Shows a running gateway as it goes on: engines, sessions, relays, what waits. Ctrl-C ends it.
@@ -242,38 +260,6 @@ def top(url: str, once: bool) -> None:
         raise click.ClickException(str(e)) from e
     except KeyboardInterrupt:
         return
-
-
-@cli.group(epilog="\b\n" + "\n".join(f"{role + ':':9}{PURPOSE[role]}" for role in ROLES))
-def keys() -> None:
-    """The API keys of `gateway serve --api-keys FILE`.
-
-    The file has a line ROLE NAME KEY for each key, and comments that begin with #. Only its owner may write it, and
-    nobody but its owner and group may read it. The gateway reads it again when it changes: to replace a key, add a line
-    with the same role and name, give the new key to whoever has the old one, and remove the old line.
-    """
-
-
-@keys.command()
-@click.argument("role", type=click.Choice(ROLES))
-@click.argument("name")
-def new(role: Role, name: str) -> None:
-    """Prints a line with a new key, to be added to the file.
-
-    NAME is whom the key is for, such as runner-1. An agent's sessions belong to its name: keys of one name may end each
-    other's.
-
-    \b
-      (umask 077; gateway keys new admin me >> api-keys)
-      gateway keys new agent runner-1 >> api-keys
-      gateway serve --host 0.0.0.0 --api-keys api-keys ...
-    Clients take the key, the third word, from LAMINAR_API_KEY.
-    """
-    try:
-        click.echo(new_line(role, name))
-    except LaminarError as e:
-        raise click.ClickException(str(e)) from e
-    click.echo("add this line to the file of --api-keys; its third word is the key", err=True)
 
 
 async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:

@@ -17,14 +17,14 @@ from typing import TypeVar
 
 import click
 
-from paramserver.client.relay import RelayClient
+from paramserver.client.relay import RelayClient, RelayStatus
 from paramserver.config import EngineBeside, RelayConfig, default_pool_dir
 from paramserver.core.records import NUMBER_MAX
 from paramserver.credentials.commands import credentials as credentials_group
 from paramserver.membership import LocalEtcd
 from protos.access.credentials import CREDENTIALS_VARIABLE, credentials_in
 from protos.access.etcd import EtcdAccess
-from protos.errors import InvalidRequest, LaminarError
+from protos.errors import InvalidRequest, LaminarError, Unavailable
 from protos.options import (
     DIRECTORY,
     LOG_LEVEL,
@@ -41,7 +41,8 @@ from protos.version_labels import VersionLabels
 
 T = TypeVar("T")
 
-DRAIN_POLL_S = 0.3
+POLL_S = 0.3
+"""Between two requests of a command that waits."""
 
 
 def daemon_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -184,13 +185,25 @@ async def _etcd(port: int, data_dir: Path | None, ready_file: Path | None) -> No
 @cli.command()
 @relay_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def status(relay: str, credentials: Path | None, as_json: bool) -> None:
+@click.option(
+    "--wait-s",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Wait so long until the relay answers and knows --members relays; exit status 1 if it does not by then.",
+)
+@click.option(
+    "--members",
+    type=click.IntRange(1),
+    default=1,
+    help="With --wait-s: how many relays, itself included.",
+)
+def status(relay: str, credentials: Path | None, as_json: bool, wait_s: float, members: int) -> None:
     """Shows a relay: its models, chain, versions, transfers, pins and memory."""
     from paramserver.cli_views import show_status
 
     async def call() -> None:
         async with _client(relay, credentials) as client:
-            show_status(await client.status(), as_json=as_json)
+            show_status(await _settled(client, wait_s, members), as_json=as_json)
 
     _run(call())
 
@@ -229,7 +242,7 @@ def drain(relay: str, credentials: Path | None, wait_s: float) -> None:
                 if needed != shown:
                     click.echo(f"still needed as {'; '.join(needed)}", err=True)
                     shown = needed
-                await asyncio.sleep(DRAIN_POLL_S)
+                await asyncio.sleep(POLL_S)
         return needed
 
     needed = _run(wait())
@@ -309,6 +322,12 @@ def versions(relay: str, credentials: Path | None, model: str, as_json: bool) ->
 @credentials_option
 @config_option(RelayConfig, "lease_ttl_s", help="As the relay will have it.")
 @config_options(EtcdAccess)
+@click.option(
+    "--wait-s",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Look again for so long while anything is wrong: etcd starts.",
+)
 def doctor(
     pool_dir: Path | None,
     name: str,
@@ -317,6 +336,7 @@ def doctor(
     relays: tuple[str, ...],
     credentials: Path | None,
     lease_ttl_s: float,
+    wait_s: float,
     **etcd_options: object,
 ) -> None:
     """Checks this host for a relay: what is wrong, and how to mend it. Exit status 1 if anything is.
@@ -325,12 +345,21 @@ def doctor(
     Example: paramserver doctor --pool-bytes 64GiB --etcd etcd:2379 --relay trainer-0:7070
     """
     from paramserver.doctor import examine
-    from protos.findings import report_findings
+    from protos.findings import Finding, report_findings, wrong
 
-    clients = [_client(address, credentials) for address in relays]
     access = config_from(EtcdAccess, etcd_options)
     where = pool_dir or default_pool_dir(name)
-    report_findings(_run(examine(where, pool_bytes, etcd, clients, lease_ttl_s, access)))
+
+    async def look() -> list[Finding]:
+        deadline = time.monotonic() + wait_s
+        while True:
+            clients = [_client(address, credentials) for address in relays]
+            found = await examine(where, pool_bytes, etcd, clients, lease_ttl_s, access)
+            if not wrong(found) or time.monotonic() >= deadline:
+                return found
+            await asyncio.sleep(POLL_S)
+
+    report_findings(_run(look()))
 
 
 @cli.command()
@@ -420,6 +449,27 @@ def push(
         **config_from(VersionLabels, labels),
     )
     _run(work)
+
+
+async def _settled(client: RelayClient, wait_s: float, members_min: int) -> RelayStatus:
+    """The relay's status, awaited for `wait_s` while it does not answer, or knows too few members."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            found = await client.status()
+        except Unavailable:
+            if time.monotonic() >= deadline:
+                raise
+        else:
+            if not wait_s or len(found.members) >= members_min:
+                return found
+            if time.monotonic() >= deadline:
+                raise Unavailable(
+                    f"{client.address} knows {len(found.members)} of {members_min} relays after {wait_s:g} s: "
+                    f"{', '.join(found.members)}",
+                    hint="see the logs of the others; all of a fleet have the same --etcd",
+                )
+        await asyncio.sleep(POLL_S)
 
 
 def _ready(path: Path | None, addresses: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ from protos.findings import Finding
 
 CONNECT_TIMEOUT_S = 3.0
 ETCD_ROUNDS = 5
+REACH = "is its port open in the firewall, and the relay started with --host of a reachable address?"
 
 
 async def examine(
@@ -57,17 +58,23 @@ async def _etcd(endpoint: str, lease_ttl_s: float, access: EtcdAccess) -> Findin
 
 async def _relay(relay: RelayClient) -> list[Finding]:
     address, relay.timeout_s = relay.address, CONNECT_TIMEOUT_S
-    remedy = "open the port in the firewall; is the relay started with --host of a reachable address?"
     async with relay as client:
         try:
             status = await client.status()
         except LaminarError as error:
-            return [Finding(f"control port of {address}", False, error.message, remedy)]
+            return [
+                Finding(
+                    f"control port of {address}",
+                    False,
+                    error.message,
+                    f"{error.hint}; {REACH}" if error.hint else REACH,
+                )
+            ]
     control = Finding(f"control port of {address}", True, f"relay {status.relay}")
     what = f"data port of {status.relay}"
     try:
         sock = await asyncio.to_thread(frames.connect, status.data_address, CONNECT_TIMEOUT_S)
     except LaminarError as error:
-        return [control, Finding(what, False, error.message, remedy)]
+        return [control, Finding(what, False, error.message, REACH)]
     sock.close()
     return [control, Finding(what, True, status.data_address)]

@@ -20,6 +20,11 @@ class Finding:
     advice: bool = False
 
 
+def wrong(findings: Sequence[Finding]) -> list[Finding]:
+    """Those that have to be mended."""
+    return [finding for finding in findings if not finding.right and not finding.advice]
+
+
 def report_findings(findings: Sequence[Finding]) -> None:
     """Prints them, and ends the process with status 1 if anything is wrong."""
     for finding in findings:
@@ -29,5 +34,5 @@ def report_findings(findings: Sequence[Finding]) -> None:
         click.echo(f"{click.style(f'{word:<7}', fg=colour)} {finding.what}: {finding.found}")
         if not finding.right and finding.remedy:
             click.echo(f"        {finding.remedy}")
-    if any(not finding.right and not finding.advice for finding in findings):
+    if wrong(findings):
         sys.exit(1)

@@ -13,6 +13,11 @@ from protos.errors import BY_CODE, LaminarError, OutOfCapacity, Unavailable
 
 ENCODED_MAX = 3000  # bytes of a message, and of a hint: gRPC drops the trailers of more than 8 KiB
 _LAST_ERROR = re.compile(r"last error: \w+: ipv[46]:\S+: (?:.*: )?([^:]+)$")
+_TLS = {
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no CA that the caller's credentials trust",
+    "WRONG_VERSION_NUMBER": "what listens there speaks no TLS, and the caller has credentials",
+}
+"""What a handshake that failed means, by OpenSSL's name for it."""
 _CODE, _HINT, _RETRY = "laminar-code", "laminar-hint", "laminar-retry-after-s"
 
 
@@ -46,6 +51,9 @@ def _cut(text: str) -> str:
 
 def _cause(details: str) -> str:
     """The reason why no connection was made, without the address that was tried last: it differs between tries."""
+    for mark, meaning in _TLS.items():
+        if mark in details:
+            return meaning
     last = _LAST_ERROR.search(details)
     if last is None:
         return details
@@ -64,7 +72,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> LaminarError:
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return Unavailable(
             f"no relay answers at {address}: {_cause(error.details() or '')}",
-            hint="check the address, and that the relay runs; it may want credentials (LAMINAR_CREDENTIALS)",
+            hint="check the address, and the relay's log; it may want credentials of its fleet (LAMINAR_CREDENTIALS)",
         )
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return Unavailable(f"{address} speaks gRPC but is not a relay", hint="give the relay's gRPC HOST:PORT")

@@ -21,6 +21,8 @@ PROGRAMS: Mapping[str, click.Group] = {
 }
 FIRST = ("serve", "engine", "run")
 """Commands that stand first in their program's part, in this order."""
+LONG = 20
+"""Options: a table so long is not repeated for a command that has others besides."""
 SHARED_BY = 3
 """Options that so many commands of a group all have stand once, under the group."""
 HEAD = ("option", "value", "default", "environment", "what it is")
@@ -131,9 +133,12 @@ class _Parts:
     def _options(self, command: Command, rows: Rows) -> str:
         texts = tuple(map(_without_variable, rows))
         for shown, path in self._shown.items():
-            if texts and set(texts) <= set(shown) and len(texts) > len(shown) / 2:
+            own = [row for row, text in zip(rows, texts, strict=True) if text not in shown]
+            shared = len(texts) - len(own)
+            if shared > len(shown) / 2 and (not own or shared >= LONG):
                 lacking = ", ".join(row[0] for row in shown if row not in texts)
-                return f"Its options are those of {link(code(path), path)}{f', without {lacking}' if lacking else ''}."
+                alike = f"Its options are those of {link(code(path), path)}{f', without {lacking}' if lacking else ''}"
+                return f"{alike}, and its own:\n\n{table(HEAD, own)}" if own else f"{alike}."
         self._shown[texts] = command.path
         return table(HEAD, rows)
 

@@ -36,7 +36,7 @@ case ${1:?etcd, relay, engine or gateway} in
     if [[ $node != "$HEAD" || -n $HEAD_ENGINE ]]; then options+=(--engine "$ENGINE_KIND=http://$node:$ENGINE_PORT"); fi
     # shellcheck disable=SC2086  # options are words
     keep paramserver serve --name "$node" --host "$node" --port "$RELAY_PORT" --metrics-port "$METRICS_PORT" \
-      --etcd "$HEAD:$ETCD_PORT" --pool-bytes "$POOL_BYTES" "${options[@]}" $RELAY_OPTIONS $RELAY_ACCESS
+      --etcd "$HEAD:$ETCD_PORT" --pool-bytes "$POOL_BYTES" "${options[@]}" $RELAY_OPTIONS "$RELAY_ACCESS"
     ;;
   engine)
     # shellcheck disable=SC2086
@@ -52,7 +52,7 @@ case ${1:?etcd, relay, engine or gateway} in
   gateway)
     # shellcheck disable=SC2086
     keep gateway serve --model "$MODEL" --tokenizer "$MODEL_DIR" --data "$SCRATCH/gateway" --host "$HEAD" \
-      --port "$GATEWAY_PORT" --etcd "$HEAD:$ETCD_PORT" $GATEWAY_OPTIONS "$GATEWAY_ACCESS"
+      --port "$GATEWAY_PORT" --etcd "$HEAD:$ETCD_PORT" $GATEWAY_OPTIONS "$GATEWAY_ACCESS" ${GATEWAY_CREDENTIALS:+"$GATEWAY_CREDENTIALS"}
     ;;
   *)
     echo "on-node: no daemon $1" >&2

@@ -20,6 +20,7 @@ from gateway.engines.base import AdapterContext, EngineAdapter, version_of
 from gateway.engines.kinds import connect
 from gateway.fleet.registrations import registered
 from gateway.fleet.watcher import PROBE_TEXT, same_ids
+from gateway.operate.admin_place import admin_place
 from gateway.redis import RedisAddress, RedisServer
 from gateway.store.database import DATABASE_NAME, in_use
 from gateway.store.layout import LAYOUT
@@ -30,16 +31,29 @@ from protos.access.credentials import credentials_in
 from protos.access.etcd import EtcdAccess
 from protos.access.key_file import KeyFile
 from protos.access.listening import is_loopback
+from protos.access.unix_socket import is_stale
 from protos.errors import LaminarError, UnknownModel
-from protos.findings import Finding
+from protos.findings import Finding, wrong
 
 FILES_MIN = 8192
 """Open files: a client's stream and its engine's each take one, so this is for some 4,000 turns at once."""
 FREE_MIN = 1 << 30
 """Bytes free for --data."""
 REPLY_TIMEOUT_S = 5.0
+LOOK_S = 1.0
+LISTENS, ADMIN = "address to listen on", "admin listener"
 ETCD_SLOW_S = 1.0
 """A gateway follows etcd without waiting for it; slower than this, engines join and leave late."""
+
+
+async def examine_patiently(config: GatewayConfig, wait_s: float) -> list[Finding]:
+    """The findings once nothing is wrong, or after `wait_s`."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        found = await examine(config)
+        if not wrong(found) or time.monotonic() >= deadline:
+            return found
+        await asyncio.sleep(LOOK_S)
 
 
 async def examine(config: GatewayConfig) -> list[Finding]:
@@ -49,8 +63,9 @@ async def examine(config: GatewayConfig) -> list[Finding]:
     found += await asyncio.to_thread(_data, config)
     if isinstance(config.experience_store, RedisAddress):
         found.append(await _redis(config.experience_store, config))
-    found.append(_port(config.host, config.port))
+    found.append(_port(LISTENS, config.host, config.port))
     found.append(await asyncio.to_thread(_access, config))
+    found += await asyncio.to_thread(_admin, config)
     engines = list(config.engines)
     if config.etcd is not None:
         etcd, joined = await _etcd(config.etcd, config.etcd_access)
@@ -164,8 +179,8 @@ def _access(config: GatewayConfig) -> Finding:
     return Finding(what, False, shown, "give --api-keys FILE, or --insecure in a closed network")
 
 
-def _port(host: str, port: int) -> Finding:
-    what = "address to listen on"
+def _port(what: str, host: str, port: int, option: str = "--port", own: str = "--host") -> Finding:
+    """Whether the address can be listened on. `option` gives another port, `own` another host."""
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind, protocol) as probe:
@@ -173,9 +188,37 @@ def _port(host: str, port: int) -> Finding:
             probe.bind(address)
     except OSError as e:
         used = e.errno == errno.EADDRINUSE
-        remedy = "stop what listens there, or give another --port" if used else "give --host an address of this host"
+        remedy = f"stop what listens there, or give another {option}" if used else f"give {own} an address of this host"
         return Finding(what, False, f"{host}:{port}: {e.strerror or e}", remedy)
     return Finding(what, True, f"{host}:{port} is free")
+
+
+def _admin(config: GatewayConfig) -> list[Finding]:
+    """Where the fleet is operated from; nothing where one port answers all routes, or any free port is taken."""
+    try:
+        place = admin_place(config)
+        if place is None or (place.path is None and place.port == 0):
+            return []
+        if place.path is not None:
+            return [_socket(place.path)]
+    except LaminarError as e:
+        return [Finding(ADMIN, False, e.message, e.hint)]
+    if place.port == config.port:
+        shown = f"{place.host}:{place.port} has the port of the clients' listener"
+        return [Finding(ADMIN, False, shown, "give another port in --admin-listen, or unix:PATH")]
+    return [_port(ADMIN, place.host, place.port, "port in --admin-listen", "--admin-listen")]
+
+
+def _socket(path: Path) -> Finding:
+    """Raises LaminarError where something is there that is in the way."""
+    is_stale(path)
+    directory = path.absolute().parent
+    if not directory.is_dir():
+        return Finding(ADMIN, False, f"{directory} is no directory", "make it, for the gateway's user alone")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        remedy = f"give it to the user who runs the gateway (uid {os.getuid()}), or another --admin-listen"
+        return Finding(ADMIN, False, f"{directory} is no directory that can be written", remedy)
+    return Finding(ADMIN, True, f"{path} can be a unix socket")
 
 
 # -- etcd, relays and engines
@@ -221,7 +264,7 @@ async def _relay(address: str, config: GatewayConfig) -> list[Finding]:
             remedy = f"publish a first version of {model!r}; is it the name under which the trainer publishes?"
             return [Finding(what, False, e.message, remedy, advice=True)]
         except LaminarError as e:
-            remedy = "is it started there, with --host of an address that this host reaches?"
+            remedy = e.hint or "is it started there, with --host of an address that this host reaches?"
             return [Finding(what, False, e.message, remedy)]
     return [Finding(what, True, f"holds version {newest.version} of {model}" if newest else f"knows {model}")]
 

@@ -26,8 +26,8 @@ async def request_plans(url: str, *, dry_run: bool) -> dict[str, Any]:
     return await call("GET" if dry_run else "POST", url, "/admin/repack")
 
 
-async def wait_for_engine(url: str, wait_s: float) -> dict[str, Any]:
-    """The gateway's status once one of its engines serves. Raises Unavailable when `wait_s` pass before that."""
+async def wait_for_engines(url: str, wait_s: float, engines_min: int = 1) -> dict[str, Any]:
+    """The gateway's status once so many of its engines serve. Raises Unavailable when `wait_s` pass before that."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
@@ -37,11 +37,15 @@ async def wait_for_engine(url: str, wait_s: float) -> dict[str, Any]:
                 raise
         else:
             states = {engine["name"]: engine["state"] for engine in answer["engines"]}
-            if "serving" in states.values():
+            if [*states.values()].count("serving") >= engines_min:
                 return answer
             if time.monotonic() > deadline:
                 seen = ", ".join(f"{name} is {state}" for name, state in sorted(states.items())) or "it has none"
-                raise Unavailable(f"no engine of {url} serves after {wait_s:g} s: {seen}", hint="see the engine's log")
+                few = "no engine of" if engines_min == 1 else f"fewer than {engines_min} engines of"
+                raise Unavailable(
+                    f"{few} {url} serve{'s' * (engines_min == 1)} after {wait_s:g} s: {seen}",
+                    hint="see the engine's log",
+                )
         await asyncio.sleep(LOOK_S)
 
 

@@ -13,6 +13,7 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import start_http_server
 
 from paramserver.core.records import Sealed
+from paramserver.daemon.health import Health, with_health
 from paramserver.daemon.parts import RelayParts
 from paramserver.data.server import DataServer
 from protos.access.credentials import Credentials
@@ -150,8 +151,11 @@ def export_metrics(meter: Meter, parts: RelayParts, data: DataServer) -> None:
     add_instruments(meter, METRICS, Sources(parts, data))
 
 
-def serve_metrics(host: str, port: int, parts: RelayParts, data: DataServer) -> tuple[str, Callable[[], None]]:
-    """Serves /metrics; returns "host:port" and what stops it. Conflict when the port is taken."""
+def serve_metrics(
+    host: str, port: int, parts: RelayParts, data: DataServer, health: Health
+) -> tuple[str, Callable[[], None]]:
+    """Serves /metrics, and the relay's health beside it; returns "host:port" and what stops it. Raises Conflict
+    when the port is taken."""
     reader = PrometheusMetricReader()
     provider = MeterProvider([reader], Resource({"service.name": "laminar-relay", "relay": parts.config.name}))
     export_metrics(provider.get_meter("laminar.relay"), parts, data)
@@ -161,6 +165,9 @@ def serve_metrics(host: str, port: int, parts: RelayParts, data: DataServer) -> 
         raise Conflict(
             f"cannot serve metrics on {host}:{port}: {error.strerror}", hint="choose another --metrics-port"
         ) from error
+    application = server.get_app()
+    assert application is not None
+    server.set_app(with_health(application, health))
 
     def stop() -> None:
         server.shutdown()

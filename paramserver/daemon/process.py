@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from paramserver.config import RelayConfig
 from paramserver.core.records import Member, RegisteredEngine
 from paramserver.daemon.access import AccessInterceptor, check_serves, server_credentials
+from paramserver.daemon.health import Health, report_health
 from paramserver.daemon.metrics import export_metrics, serve_metrics
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.provider import SnapshotProvider
@@ -48,7 +49,6 @@ from protos.telemetry import options as telemetry_options
 log = logging.getLogger(__name__)
 
 DRAIN_S = 2.0
-HEALTH_S = 1.0
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a port that is taken must be refused, not shared
     ("grpc.max_receive_message_length", 64 << 20),  # an announcement names every tensor
@@ -174,11 +174,14 @@ async def relay_process(
 
         service = RelayService(parts, data_address=data_address, publish_socket=socket_path)
         checks = await _add_services(server, service)
-        health_task = asyncio.ensure_future(_report_health(checks, lease))
+        found_healthy = Health()
+        health_task = asyncio.ensure_future(report_health(checks, SERVICE, found_healthy, lambda: lease.name_taken))
         stack.push_async_callback(_cancel, health_task)
         addresses = {"grpc": grpc_address, "data": data_address, "name": config.name}
         if config.metrics_port is not None:
-            addresses["metrics"], stop_metrics = serve_metrics(config.host, config.metrics_port, parts, data)
+            addresses["metrics"], stop_metrics = serve_metrics(
+                config.host, config.metrics_port, parts, data, found_healthy
+            )
             stack.push_async_callback(asyncio.to_thread, stop_metrics)
         if telemetry.meter is not None:
             export_metrics(telemetry.meter, parts, data)
@@ -280,14 +283,6 @@ async def _add_services(server: grpc.aio.Server, service: RelayService) -> healt
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return checks
-
-
-async def _report_health(checks: health.aio.HealthServicer, lease: MemberLease) -> None:
-    """A relay whose name was taken is no member, however well it serves what it held: clients should use another."""
-    while True:
-        found = health_pb2.HealthCheckResponse
-        await checks.set(SERVICE, found.NOT_SERVING if lease.name_taken else found.SERVING)
-        await asyncio.sleep(HEALTH_S)
 
 
 async def _cancel(task: asyncio.Future[None]) -> None:

@@ -1,4 +1,4 @@
-"""The file of API keys that a daemon follows while it runs.
+"""The file of API keys: made, read for a client, and followed by a daemon while it runs.
 
 Invariants:
 - a file that others than its owner and group may read, or others than its owner may write, is not used;
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from pathlib import Path
 
-from protos.access.roles import ApiKey, Keys, Role, parse_keys
+from protos.access.roles import ROLES, ApiKey, Keys, Role, new_line, newest_key, parse_keys
 from protos.access.secret_file import Signature, read_secret, signature
-from protos.errors import InvalidRequest
+from protos.errors import Conflict, InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +61,41 @@ class KeyFile:
         self.failure = ""
 
     def _read(self) -> tuple[Keys, Signature | None]:
-        what = "a file of API keys"
-        raw, seen = read_secret(self.path, BYTES_MAX, what=what, hint=f"--api-keys takes {what}")
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError as error:
-            raise InvalidRequest(f"{self.path} is no text", hint=f"is it {what}?") from error
+        text, seen = _read(self.path)
         return parse_keys(text, str(self.path)), seen
+
+
+def make_key_file(path: Path) -> None:
+    """A new file with a key for each role, named after it, for this user alone. Raises Conflict where there is one, and
+    InvalidRequest where none can be."""
+    text = "".join(f"{new_line(role, role)}\n" for role in ROLES)
+    try:
+        descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # of the mode 0600
+        try:
+            with open(descriptor, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(scratch, path)  # whole or not there, and nothing is overwritten
+        finally:
+            os.unlink(scratch)
+    except FileExistsError as error:
+        raise Conflict(f"{path} exists", hint=f"`gateway keys new ROLE NAME >> {path}` adds a key to it") from error
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot write {path}: {error.strerror}", hint="name a file in a directory of yours"
+        ) from error
+
+
+def key_in(path: Path, role: Role, name: str | None = None) -> str:
+    """A key of the file, for the client that it belongs to. Raises InvalidRequest, as `newest_key` does."""
+    return newest_key(_read(path)[0], str(path), role, name)
+
+
+def _read(path: Path) -> tuple[str, Signature | None]:
+    what = "a file of API keys"
+    raw, seen = read_secret(path, BYTES_MAX, what=what, hint=f"`gateway keys init {path}` makes {what}")
+    try:
+        return raw.decode(), seen
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{path} is no text", hint=f"is it {what}?") from error

@@ -14,7 +14,7 @@ import hmac
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -81,11 +81,7 @@ def parse_keys(text: str, source: str) -> Keys:
     the file."""
     found: dict[bytes, ApiKey] = {}
     lines: dict[bytes, int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
-        comment = next((i for i, word in enumerate(words) if word.startswith("#")), len(words))
-        if not (words := words[:comment]):
-            continue
+    for number, words in _lines(text):
         where = f"{source}, line {number}"
         key = _parsed(words, where)
         if key.digest in found:
@@ -98,6 +94,32 @@ def parse_keys(text: str, source: str) -> Keys:
     if len(found) > KEYS_MAX:
         raise InvalidRequest(f"{source} has {len(found)} keys", hint=f"{KEYS_MAX} at most")
     return Keys(found)
+
+
+def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
+    """The lines that are more than a comment: their numbers, from 1, and their words."""
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        comment = next((i for i, word in enumerate(words) if word.startswith("#")), len(words))
+        if words[:comment]:
+            yield number, words[:comment]
+
+
+def newest_key(text: str, source: str, role: Role, name: str | None) -> str:
+    """The key of a role, and of a name where the role has several: of keys that replace each other the last one, since
+    new lines are added at the end. Raises InvalidRequest as `parse_keys` does, where there is none, and where the name
+    is needed."""
+    parse_keys(text, source)
+    of_role = [(owner, key) for _, (of, owner, key) in _lines(text) if of == role]
+    names = list(dict.fromkeys(owner for owner, _ in of_role))
+    known = f"it has {', '.join(names)}" if names else f"`gateway keys new {role} NAME >> {source}` adds one"
+    if name is None and len(names) > 1:
+        raise InvalidRequest(f"{source} has keys of several names with the role {role}", hint=f"name one: {known}")
+    found = [key for owner, key in of_role if name in (None, owner)]
+    if not found:
+        whose = f"the role {role}" if name is None else f"{name[:80]!r} with the role {role}"
+        raise InvalidRequest(f"{source} has no key of {whose}", hint=known)
+    return found[-1]
 
 
 def _parsed(words: list[str], where: str) -> ApiKey:

@@ -56,9 +56,8 @@ def group_id(name: str) -> int:
 
 def listen_on(path: Path, group: int | None = None) -> socket.socket:
     """A socket that listens at `path`, for this user alone, or for `group`, too. Raises Conflict and InvalidRequest."""
-    if len(os.fsencode(path)) > PATH_BYTES_MAX:
-        raise InvalidRequest(f"{path} is too long for a unix socket", hint=f"at most {PATH_BYTES_MAX} bytes")
-    _remove_stale(path)
+    if is_stale(path):
+        path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(os.fspath(path))
@@ -73,12 +72,15 @@ def listen_on(path: Path, group: int | None = None) -> socket.socket:
     return listener
 
 
-def _remove_stale(path: Path) -> None:
-    """Removes the socket of a process that is gone."""
+def is_stale(path: Path) -> bool:
+    """Whether a process that is gone left a socket at `path`; False where nothing is. Raises Conflict and
+    InvalidRequest where no socket could be made."""
+    if len(os.fsencode(path)) > PATH_BYTES_MAX:
+        raise InvalidRequest(f"{path} is too long for a unix socket", hint=f"at most {PATH_BYTES_MAX} bytes")
     try:
         mode = path.lstat().st_mode
     except OSError:  # it is not there, or its directory is not: bind says which
-        return
+        return False
     if not stat.S_ISSOCK(mode):
         raise Conflict(f"{path} is there, and no socket", hint="choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as attempt:
@@ -86,8 +88,7 @@ def _remove_stale(path: Path) -> None:
         try:
             attempt.connect(os.fspath(path))
         except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            return
+            return True
         except OSError as error:
             raise Conflict(f"cannot listen on {path}: {error.strerror or error}", hint="choose another path") from error
     raise Conflict(f"another process listens on {path}", hint="choose another path")

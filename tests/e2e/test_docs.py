@@ -65,6 +65,8 @@ RUN_ELSEWHERE = {
     ("docs/publishing.md", "sh"): 1,
     ("docs/quick-start.md", "sh"): 2,
     ("docs/quick-start.md", "python"): 2,
+    ("docs/secured-fleet.md", "sh"): 7,  # operating/test_secured_fleet.py
+    ("docs/secured-fleet.md", "python"): 4,
     ("docs/security.md", "nginx"): 1,  # operating/test_proxy.py
     ("docs/shared-experience.md", "sh"): 1,  # test_shared_experience.py
     ("docs/tables.md", "sh"): 1,  # test_tables.py
@@ -344,7 +346,7 @@ def test_a_gateway_asks_for_the_keys_that_the_page_makes(tmp_path: Path) -> None
         stack.callback(_ended, gateway)
         assert httpx.get(f"{gateway.ready['url']}/status").status_code == 401
         looked = shell(f"export {look}".replace(") gateway", ")\ngateway"))
-        assert "API keys: 1 admin, 1 trainer, 1 agent" in looked.stdout, looked.stderr
+        assert "API keys: 1 admin, 1 trainer, 2 agent" in looked.stdout, looked.stderr
 
 
 def test_a_relay_asks_for_the_credentials_that_the_page_makes(

@@ -51,8 +51,10 @@ async def test_a_fleet_with_credentials_does_all_that_one_without_does(
     assert pulled.exit_code == 0, pulled.output
     [pulled_file] = out.glob("*.safetensors")
     assert load_file(pulled_file).keys() == tensors.keys()
-    status = await run(first, "status", holder=fleet / "reader")
+    status = await run(first, "status", "--wait-s", "60", "--members", "2", holder=fleet / "reader")
     assert (status.exit_code, "relay a" in status.output) == (0, True), status.output
+    lonely = await run(first, "status", "--wait-s", "0.1", "--members", "3", holder=fleet / "reader")
+    assert (lonely.exit_code, "knows 2 of 3 relays after 0.1 s: a, b" in lonely.output) == (1, True), lonely.output
     dropped = await run(second, "drop", "--model", MODEL, holder=fleet / "admin")
     assert dropped.exit_code == 0, dropped.output
     drained = await run(second, "drain", holder=fleet / "relay")

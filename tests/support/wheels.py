@@ -5,11 +5,13 @@ Its dependencies are those of the shared environment, to which a path file leads
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
 
-from deploy.setup_env import make_venv, shared_environment
+from deploy.setup_env import ROOT, make_venv, shared_environment
 
 PACKAGES = ("protos", "paramserver", "gateway", "trainer_client", "agents_env")
 
@@ -39,6 +41,25 @@ def built(source: Path, directory: Path) -> Path:
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", directory, source, cwd=directory)
     [found] = directory.glob("*.whl")
     return found
+
+
+def built_from_checkout(directory: Path) -> Path:
+    """The wheel of the files that `deploy/images/Containerfile` copies."""
+    source = directory / "src"
+    source.mkdir()
+    for name in copied_into_the_build():
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_stream.so"))
+        else:
+            shutil.copy(ROOT / name, source)
+    return built(source, directory)
+
+
+def copied_into_the_build() -> list[str]:
+    """Files and folders of the checkout."""
+    text = (ROOT / "deploy/images/Containerfile").read_text()
+    stage = text.partition(" AS build\n")[2].partition("\nFROM ")[0]
+    return [name for line in re.findall(r"^COPY (?!--)(.+)$", stage, re.MULTILINE) for name in line.split()[:-1]]
 
 
 def installed(wheel: Path, venv: Path) -> Path:

@@ -14,16 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.setup_env import ROOT
+from paramserver.daemon.health import LIVE_PATH, SERVING_PATH
 from paramserver.daemon.process import SERVICE
 from tests.support import wheels
 from tests.support.processes import Daemon, await_ready
 from tests.support.wheels import PACKAGES, python_of, run
 from tests.support.words import tokenizer
-from tests.unit.deploy.test_compose import copied_into_the_build
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +38,7 @@ with trainer_client.Publisher(sys.argv[1]) as publisher:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("wheel")
-    source = directory / "src"
-    source.mkdir()
-    for name in copied_into_the_build():
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_stream.so"))
-        else:
-            shutil.copy(ROOT / name, source)
-    return wheels.built(source, directory)
+    return wheels.built_from_checkout(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +100,16 @@ def health(address: str, service: str) -> str:
 
 def test_its_daemons_serve_and_its_sdk_publishes(installed: Path, tmp_path: Path, shared_etcd: str, pool: Path) -> None:
     relay = ["--name=a", f"--etcd={shared_etcd}", "--port=0", f"--pool-dir={pool}", "--pool-bytes=64MiB"]
+    relay.append("--metrics-port=0")
     first = started(installed, tmp_path, "relay", "paramserver", "serve", *relay)
     try:
         address = first.ready["grpc"]
-        # The probes of deploy/kubernetes ask for these two.
+        # The probes of deploy/kubernetes, and those of others over gRPC.
+        answers = [
+            httpx.get(f"http://{first.ready['metrics']}{path}", timeout=60) for path in (LIVE_PATH, SERVING_PATH)
+        ]
+        assert [(answer.status_code, answer.text) for answer in answers] == [(200, "ok\n")] * 2
+        assert "laminar_relay_pool_bytes" in httpx.get(f"http://{first.ready['metrics']}/metrics", timeout=60).text
         assert [health(address, ""), health(address, SERVICE)] == ["SERVING", "SERVING"]
         assert run(python_of(installed.parent), "-I", "-c", SDK, address, cwd=tmp_path) == "1\n"
         model = tokenizer(tmp_path / "model")

@@ -4,6 +4,7 @@ manifest that a daemon would refuse is refused here, without starting anything.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import gateway.cli
 import gateway.engines.embedded.cli
 import paramserver.cli
 from paramserver.daemon.process import check_open
+from protos.access.credentials import CREDENTIALS_VARIABLE
 from protos.access.listening import check_listening
 
 COMMANDS: Mapping[str, click.Group] = {
@@ -47,9 +49,10 @@ def words(text: str, variables: Mapping[str, str]) -> list[str]:
     return shlex.split(expanded(text.replace("\\\n", " "), variables))
 
 
-def check(command_line: Sequence[str]) -> click.Context:
-    """The parsed options. Raises click.UsageError for what the command's parser refuses, and InvalidRequest for options
-    that contradict each other, and for a port off loopback about which nobody has decided who may use it."""
+def check(command_line: Sequence[str], credentials: str = "") -> click.Context:
+    """The parsed options, with `credentials` as LAMINAR_CREDENTIALS. Raises click.UsageError for what the command's
+    parser refuses, and InvalidRequest for options that contradict each other, and for a port off loopback about which
+    nobody has decided who may use it."""
     name, *rest = Path(command_line[0]).name, *command_line[1:]
     command: click.Command = COMMANDS[name]
     while isinstance(command, click.Group):
@@ -58,7 +61,10 @@ def check(command_line: Sequence[str]) -> click.Context:
         if found is None:
             raise click.UsageError(f"no command {name!r}")
         command = found
-    with mock.patch.object(click.Path, "convert", lambda self, value, parameter, context: Path(value)):
+    with (
+        mock.patch.object(click.Path, "convert", lambda self, value, parameter, context: Path(value)),
+        mock.patch.dict(os.environ, {CREDENTIALS_VARIABLE: credentials}),
+    ):
         context = command.make_context(name, list(rest), help_option_names=["-h", "--help"])  # which click caches
     _configure(command, context)
     return context

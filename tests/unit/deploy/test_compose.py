@@ -17,8 +17,10 @@ import yaml
 
 from deploy.setup_env import ROOT
 from gateway.app import DRAIN_TIMEOUT_S
+from protos.access.credentials import Credentials
 from protos.access.key_file import KeyFile
 from protos.options import parse_bytes
+from tests.support.wheels import copied_into_the_build
 from tests.unit.deploy.command_lines import check
 
 CONTAINERFILE = ROOT / "deploy/images/Containerfile"
@@ -57,19 +59,19 @@ def test_health_is_asked_for_without_a_key() -> None:
     tests = {service: one["healthcheck"]["test"] for service, one in SERVICES.items() if "healthcheck" in one}
     assert set(tests) == {"relay", "gateway"}
     assert {test[0] for test in tests.values()} == {"CMD"}
-    check(tests["relay"][1:])
-    assert tests["gateway"][1:3] == ["python3", "-c"]
-    port = check(command_line("gateway")).params["port"]
-    assert f"'http://127.0.0.1:{port}/healthz'" in tests["gateway"][3]
-    compile(tests["gateway"][3], "healthcheck", "exec")
+    for service, port in {"relay": "metrics_port", "gateway": "port"}.items():
+        assert tests[service][1:3] == ["python3", "-c"]
+        url = f"http://127.0.0.1:{check(command_line(service)).params[port]}/healthz"
+        assert f"'{url}'" in tests[service][3]
+        compile(tests[service][3], "healthcheck", "exec")
 
 
 @pytest.mark.parametrize(
     ("service", "name", "access"),
     [
-        ("relay", "RELAY_ACCESS", "--insecure"),
+        ("relay", "RELAY_ACCESS", "--credentials /credentials/relay"),
         ("engine", "ENGINE_ACCESS", "--insecure"),
-        ("gateway", "GATEWAY_ACCESS", "--api-keys /data/keys"),
+        ("gateway", "GATEWAY_ACCESS", "--api-keys /data/keys --credentials /credentials/gateway"),
     ],
 )
 def test_who_may_use_a_daemon_has_a_single_place(service: str, name: str, access: str) -> None:
@@ -92,6 +94,35 @@ def test_keys_are_made_once_where_the_gateway_reads_them(tmp_path: Path) -> None
     subprocess.run(command, env=environment, check=True, timeout=120)
     assert made.read_text() == text, "the second start leaves them"
     assert list(tmp_path.iterdir()) == [made]
+
+
+def test_credentials_are_made_once_and_each_daemon_gets_its_own(tmp_path: Path) -> None:
+    makes = SERVICES["credentials"]
+    for name in ("fleet", "credentials/relay", "credentials/gateway"):
+        (tmp_path / name).mkdir(parents=True)
+    text = makes["command"][-1].replace("$$", "$")
+    script = re.sub(r"(?<=[ ])/(fleet|credentials)", rf"{tmp_path}/\1", text)
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    made: dict[str, bytes] = {}
+    for _ in range(2):
+        subprocess.run([*makes["command"][:-1], script], env=environment, check=True, timeout=120, capture_output=True)
+        now = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert not made or now == made, "the second start leaves them"
+        made = now
+    for service in ("relay", "gateway"):
+        path = check(command_line(service)).params["credentials"]
+        found = Credentials(tmp_path / path.relative_to("/"))
+        assert found.identity.role == service
+        mounted = [volume.split(":") for volume in SERVICES[service]["volumes"]]
+        assert [f"{service}-credentials", str(path), "ro"] in mounted
+        assert not [volume for volume in mounted if volume[0] == "fleet"], "the CA's key is no daemon's"
+        assert f"{service}-credentials:{path}" in makes["volumes"]
+        assert SERVICES[service]["depends_on"]["credentials"] == {"condition": "service_completed_successfully"}
+    relay = Credentials(tmp_path / "credentials/relay").material
+    assert check(command_line("relay")).params["advertise"] in relay.hosts
+    made_by_image = re.findall(r"install -d (.+?)(?: \\)?$", stages()["run"], re.MULTILINE)
+    private = next(line for line in made_by_image if "-m 0700" in line)
+    assert {volume.partition(":")[2] for volume in makes["volumes"]} <= set(private.split()), "volumes take its owner"
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -137,7 +168,7 @@ def test_the_relay_registers_the_engine() -> None:
 
 def test_services_are_built_from_stages_that_there_are_and_are_not_root() -> None:
     targets = {service: one["build"]["target"] for service, one in SERVICES.items()}
-    daemons = dict.fromkeys(("relay", "keys", "gateway"), "daemons")
+    daemons = dict.fromkeys(("relay", "keys", "credentials", "gateway"), "daemons")
     assert targets == {"etcd": "etcd", "engine": "engine", **daemons}
     for target in targets.values():
         assert re.findall(r"^USER (\S+)$", stages()[target], re.MULTILINE) == ["10001:10001"]
@@ -161,9 +192,3 @@ def test_the_build_copies_all_that_the_wheel_is_made_of() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert {*packages, "pyproject.toml", project["project"]["readme"], "hatch_build.py"} <= set(copied)
-
-
-def copied_into_the_build() -> list[str]:
-    """Files and folders of the checkout."""
-    lines = re.findall(r"^COPY (?!--)(.+)$", stages()["build"], re.MULTILINE)
-    return [name for line in lines for name in line.split()[:-1]]

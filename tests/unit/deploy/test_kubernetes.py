@@ -6,19 +6,25 @@ The base is read as its files stand. Base and overlays as kustomize makes them p
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
 from deploy.setup_env import ROOT
 from gateway.api.routes import ROUTES
 from gateway.app import DRAIN_TIMEOUT_S
-from paramserver.daemon.process import DRAIN_S, SERVICE
+from paramserver.credentials.fleet import Fleet
+from paramserver.daemon.access import check_serves
+from paramserver.daemon.health import LIVE_PATH, SERVING_PATH
+from paramserver.daemon.process import DRAIN_S
+from protos.access.credentials import CREDENTIALS_VARIABLE, Credentials
 from protos.access.secret_file import FORBIDDEN
 from protos.options import parse_bytes
 from tests.support.skips import needs
@@ -74,12 +80,16 @@ CONTAINER_FIELDS = {
     "securityContext",
     "volumeMounts",
 }
-PROBE_FIELDS = {"httpGet", "grpc", "periodSeconds", "timeoutSeconds", "failureThreshold"}
+PROBE_FIELDS = {"httpGet", "periodSeconds", "timeoutSeconds", "failureThreshold"}
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 USERS_LABELS = {"laminar/trainer", "laminar/agent"}
 """Of pods that are the user's own."""
-GIVEN = {"NODE_NAME": "node-0", "POD_IP": "10.1.0.7", "HOST_IP": "10.0.0.7"}
+GIVEN = {"NODE_NAME": "node-0", "POD_IP": "10.1.0.7", "HOST_IP": "10.0.0.7", "NAMESPACE": "laminar"}
 """What the node gives a pod."""
+POD_HOST = "10-1-0-7"
+"""What the script of a relay makes of the address."""
+SECRETS = {"relay": "laminar-relay", "gateway": "laminar-gateway"}
+"""Of whom the pods of each name have credentials."""
 
 
 def read(path: Path) -> list[Object]:
@@ -160,7 +170,16 @@ def variables(objects: Sequence[Object], one: Object) -> dict[str, str]:
     for variable in container_of(one).get("env", ()):
         name = variable["name"]
         found[name] = variable["value"] if "value" in variable else GIVEN.get(name, "")
-    return found
+    return {**found, "POD_HOST": POD_HOST}
+
+
+def parsed(objects: Sequence[Object], one: Object, line: Sequence[str]) -> click.Context:
+    """With the credentials of its environment, if its pod has any."""
+    return check(line, variables(objects, one)[CREDENTIALS_VARIABLE] if app_of(one) in SECRETS else "")
+
+
+def app_of(one: Object) -> str:
+    return labels_of(one)["app.kubernetes.io/name"]
 
 
 def daemon_lines(objects: Sequence[Object], one: Object) -> Iterator[list[str]]:
@@ -189,7 +208,7 @@ def test_objects_have_what_the_api_demands(objects: list[Object]) -> None:
         assert {"name", "image"} <= set(container) <= CONTAINER_FIELDS
         for probe in PROBES:
             assert set(container[probe]) <= PROBE_FIELDS
-            assert len({"httpGet", "grpc"} & set(container[probe])) == 1
+            assert "httpGet" in container[probe], "kubelet takes gRPC in the clear alone"
 
 
 def test_a_workload_selects_its_own_pods_and_no_others(objects: list[Object]) -> None:
@@ -252,14 +271,14 @@ def test_probes_ask_the_daemons_own_health_at_ports_that_are_there(objects: list
         container, ports = container_of(one), ports_of(one)
         for probe in PROBES:
             asked = container[probe]
-            if "grpc" in asked:
-                assert asked["grpc"]["port"] in ports.values(), "kubelet takes no name here"
-                assert asked["grpc"].get("service", SERVICE) == SERVICE
-            else:
-                assert asked["httpGet"]["port"] in ports
-                assert name_of(one) == "engine" or of_gateway[asked["httpGet"]["path"]].public, "kubelet has no key"
+            path = asked["httpGet"]["path"]
+            assert asked["httpGet"]["port"] in ports
+            if app_of(one) == "relay":
+                assert asked["httpGet"]["port"] == "metrics", "kubelet has no certificate"
+                assert path == (SERVING_PATH if probe == "readinessProbe" else LIVE_PATH)
+            elif app_of(one) == "gateway":
+                assert of_gateway[path].public, "kubelet has no key"
     ready = {name_of(one): container_of(one)["readinessProbe"] for one in workloads(objects)}
-    assert ready["relay"]["grpc"]["service"] == SERVICE
     assert ready["gateway"]["httpGet"]["path"] == "/healthz"
     [gateway] = of_kind(objects, "StatefulSet")
     alive = {container_of(gateway)[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")}
@@ -270,12 +289,13 @@ def test_the_daemons_take_their_command_lines(objects: list[Object]) -> None:
     for one in workloads(objects):
         for line in daemon_lines(objects, one):
             if line[0] != "vllm":
-                check(line)
+                parsed(objects, one, line)
 
 
 def test_who_may_use_a_daemon_has_a_single_place(objects: list[Object]) -> None:
     options = env_file(BASE / "laminar.env")
-    assert [options[name] for name in ("RELAY_ACCESS", "ENGINE_ACCESS")] == ["--insecure", "--insecure"]
+    assert [options[name] for name in ("RELAY_ACCESS", "ENGINE_ACCESS")] == ["", "--insecure"]
+    assert options[CREDENTIALS_VARIABLE] == "/etc/laminar-credentials"
     for one in workloads(objects):
         [script] = container_of(one)["args"]
         expected = f"{labels_of(one)['app.kubernetes.io/name'].upper()}_ACCESS"
@@ -284,7 +304,9 @@ def test_who_may_use_a_daemon_has_a_single_place(objects: list[Object]) -> None:
 
 def test_the_gateway_reads_its_keys_from_the_secret_and_nobody_else_may(objects: list[Object]) -> None:
     [gateway] = of_kind(objects, "StatefulSet")
-    path = check(next(daemon_lines(objects, gateway))).params["api_keys"]
+    options = parsed(objects, gateway, next(daemon_lines(objects, gateway))).params
+    path = options["api_keys"]
+    assert str(options["credentials"]) == variables(objects, gateway)[CREDENTIALS_VARIABLE]
     [mount] = [mount for mount in container_of(gateway)["volumeMounts"] if mount["mountPath"] == str(path.parent)]
     [volume] = [volume for volume in pod_of(gateway)["volumes"] if volume["name"] == mount["name"]]
     assert mount["readOnly"] is True
@@ -295,6 +317,53 @@ def test_the_gateway_reads_its_keys_from_the_secret_and_nobody_else_may(objects:
     assert user["fsGroup"] == user["runAsGroup"], "kubelet gives the files to this group"
     page = (ROOT / "docs/deploy.md").read_text()
     assert f"secret generic laminar-keys --namespace laminar --from-file={path.name}`" in page
+
+
+def test_relays_and_the_gateway_have_credentials_of_their_own_and_nobody_else_may_read_them(
+    objects: list[Object],
+) -> None:
+    for one in workloads(objects):
+        volumes = [volume for volume in pod_of(one)["volumes"] if volume["name"] == "credentials"]
+        if app_of(one) not in SECRETS:
+            assert not volumes
+            continue
+        [volume] = volumes
+        assert volume["secret"] == {"secretName": SECRETS[app_of(one)], "defaultMode": 0o440}
+        assert not 0o440 & FORBIDDEN
+        [mount] = [mount for mount in container_of(one)["volumeMounts"] if mount["name"] == "credentials"]
+        assert mount["mountPath"] == variables(objects, one)[CREDENTIALS_VARIABLE]
+        assert mount["readOnly"] is True
+        assert "subPath" not in mount, "it would stay as it was at the start"
+        user = pod_of(one)["securityContext"]
+        assert user["fsGroup"] == user["runAsGroup"], "kubelet gives the files to this group"
+    page = (ROOT / "docs/deploy.md").read_text()
+    for holder, secret in SECRETS.items():
+        assert f"secret generic {secret} --namespace laminar --from-file=./fleet/{holder}" in page
+
+
+def test_relays_are_called_by_names_for_which_the_page_has_certificates_made(
+    objects: list[Object], tmp_path: Path
+) -> None:
+    [command] = re.findall(
+        r"`paramserver (credentials init .*?)`", (ROOT / "docs/deploy.md").read_text().partition("## Kubernetes")[2]
+    )
+    hosts = check(["paramserver", *shlex.split(command)]).params["hosts"]
+    Fleet.init(tmp_path / "fleet", hosts, days=1)
+    credentials = Credentials(tmp_path / "fleet/relay")
+    services = {name_of(one): one["spec"] for one in of_kind(objects, "Service")}
+    assert "relay" in credentials.material.hosts, "trainers call the service"
+    for one in workloads(objects):
+        if app_of(one) != "relay":
+            continue
+        [script] = container_of(one)["args"]
+        assert 'POD_HOST="$(echo "$POD_IP" | tr . -)"' in script
+        name = parsed(objects, one, next(iter(daemon_lines(objects, one)))).params["advertise"]
+        host, service, namespace, _ = name.split(".")
+        assert (host, namespace) == (POD_HOST, "laminar")
+        assert services[service]["clusterIP"] == "None"
+        assert services[service]["publishNotReadyAddresses"] is True, "a relay fetches before it serves"
+        assert services[service]["selector"].items() <= labels_of(one).items()
+        check_serves(credentials, name)
 
 
 def test_the_ports_of_a_container_are_those_that_its_daemon_listens_on(objects: list[Object]) -> None:
@@ -309,15 +378,17 @@ def test_the_ports_of_a_container_are_those_that_its_daemon_listens_on(objects: 
 def test_a_drain_has_the_time_that_it_takes(objects: list[Object]) -> None:
     for one in workloads(objects):
         grace_s = pod_of(one)["terminationGracePeriodSeconds"]
-        if labels_of(one)["app.kubernetes.io/name"] == "relay":
+        if app_of(one) == "relay":
             _, drain = daemon_lines(objects, one)
-            assert grace_s >= check(drain).params["wait_s"] + DRAIN_S + 30, "and the kernel frees the pool"
+            assert grace_s >= parsed(objects, one, drain).params["wait_s"] + DRAIN_S + 30, (
+                "and the kernel frees the pool"
+            )
         elif name_of(one) == "gateway":
             assert grace_s >= 2 * DRAIN_TIMEOUT_S
 
 
 def test_relay_and_engine_are_one_user_and_share_a_host_path(objects: list[Object]) -> None:
-    found = [one for one in workloads(objects) if labels_of(one)["app.kubernetes.io/name"] in ("relay", "engine")]
+    found = [one for one in workloads(objects) if app_of(one) in ("relay", "engine")]
     assert len(found) >= 2
     assert len({pod_of(one)["securityContext"]["runAsUser"] for one in found}) == 1
     places = set()
@@ -329,9 +400,10 @@ def test_relay_and_engine_are_one_user_and_share_a_host_path(objects: list[Objec
     for one in found:
         line = next(iter(daemon_lines(objects, one)))
         if line[0] == "paramserver":
-            assert check(line).params["pool_dir"].is_relative_to("/run/laminar")
+            options = parsed(objects, one, line).params
+            assert options["pool_dir"].is_relative_to("/run/laminar")
             limit = container_of(one)["resources"]["limits"]["memory"]
-            assert parse_bytes(f"{limit}B") > check(line).params["pool_bytes"], "its pages count there"
+            assert parse_bytes(f"{limit}B") > options["pool_bytes"], "its pages count there"
 
 
 def test_no_container_is_root_or_can_become_it(objects: list[Object]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,12 @@ def test_only_the_gateway_gets_a_key_and_it_is_a_readers(tmp_path: Path) -> None
     assert "reader-key:/key:ro" in SERVICES["prometheus"]["volumes"]
     command = [word.replace("$$", "$") for word in SERVICES["reader-key"]["command"]]
     keys = tmp_path / "keys"
-    keys.write_text("admin one sk-1\nreader two sk-2\nreader three sk-3\n")
+    keys.write_text("admin admin key-of-an-admin-0\nreader reader key-of-a-reader-1\nreader other key-of-a-reader-2\n")
+    keys.chmod(0o600)
     here = [word.replace("/gateway/keys", str(keys)).replace("/data/", f"{tmp_path}/") for word in command]
-    subprocess.run(here, check=True, timeout=60)
-    assert (tmp_path / "reader.key").read_text() == "sk-2\n"
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(here, env=environment, check=True, timeout=120)
+    assert (tmp_path / "reader.key").read_text() == "key-of-a-reader-1\n"
     made = test_compose.SERVICES["keys"]["command"][-1]
     assert "/data/keys" in made
     assert "gateway:/data" in test_compose.SERVICES["keys"]["volumes"]

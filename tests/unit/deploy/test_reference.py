@@ -84,9 +84,10 @@ def test_every_command_and_option_is_on_the_page() -> None:
 
 
 def test_options_that_stand_elsewhere_are_those_of_the_daemon() -> None:
-    words = "without `--log-level`, `--log-format`, `--ready-file`."
+    words = "without `--log-level`, `--log-format`, `--ready-file`, and"
     page = part("configuration.md", "gateway doctor")
     assert f"Its options are those of [`gateway serve`](#gateway-serve), {words}" in page
+    assert re.findall(r"^\| `(--[\w-]+)`", page, re.MULTILINE) == ["--wait-s"]
 
 
 def test_every_option_says_what_it_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -30,8 +31,17 @@ import json, os, signal, socket, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 name = os.path.basename(sys.argv[0])
 node = os.environ.get("SLURMD_NODENAME", "")
-if name == "gateway" and sys.argv[1:3] == ["keys", "new"]:
-    print(*sys.argv[3:], f"key-of-the-{sys.argv[3]}-of-this-job")
+if sys.argv[1:3] == ["keys", "init"]:
+    with open(sys.argv[3], "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        file.writelines(f"{x} {x} key-of-the-{x}-of-this-job" + chr(10) for x in ("admin", "trainer", "agent"))
+    sys.exit()
+if sys.argv[1:3] == ["keys", "get"]:
+    print(f"key-of-the-{sys.argv[4]}-of-this-job")
+    sys.exit()
+if sys.argv[1:3] == ["credentials", "init"]:
+    os.mkdir(sys.argv[3])
+    with open(sys.argv[3] + "/hosts", "w") as file:
+        file.write(" ".join(sys.argv[4:]))
     sys.exit()
 def note(what):
     with open(os.environ["NOTES"], "a") as file:
@@ -48,7 +58,8 @@ if daemon:
     note("ended")
 """
 )
-"""Daemons run until SIGTERM; keys are made without a note. One that `DIES` names fails at its first start."""
+"""Daemons run until SIGTERM; keys and credentials are made without a note. One that `DIES` names fails at its first
+start."""
 
 
 @pytest.fixture
@@ -107,14 +118,15 @@ def test_the_scripts_end_at_an_error(name: str) -> None:
 
 def test_who_may_use_a_daemon_has_a_single_place() -> None:
     access = {
-        "RELAY_ACCESS": "--insecure",
+        "RELAY_ACCESS": "--credentials=$FLEET/relay",
         "ENGINE_ACCESS": "--insecure",
         "GATEWAY_ACCESS": "--api-keys=$API_KEYS",
+        "GATEWAY_CREDENTIALS": "--credentials=$FLEET/gateway",
     }
     found = env_file(FOLDER / "job.env")
     assert {name: found[name] for name in access} == access
     text = (FOLDER / "on-node.sh").read_text()
-    assert [text.count(f"${name}") for name in access] == [1, 1, 1]
+    assert [text.count(f"${name}") for name in access] == [1, 1, 1, 1]
 
 
 @runs_a_job
@@ -126,14 +138,20 @@ def test_a_job_has_keys_of_its_own_and_each_part_the_one_that_it_needs(
         {begun(job, "", 8)}
         test "$LAMINAR_API_KEY" = key-of-the-trainer-of-this-job
         test "$LAMINAR_AGENT_KEY" = key-of-the-agent-of-this-job
+        test "$LAMINAR_CREDENTIALS" = {job.results}/fleet/trainer
         cp -p {job.results}/keys {job.directory}/keys-of-then
+        cp {job.results}/fleet/hosts {job.directory}/hosts-of-then
     """
     assert ran(job, NODES, "sh", "-ec", trainer) == 0
     then = KeyFile(job.directory / "keys-of-then")  # refuses one that others may read
     assert then.by_role() == {"admin": 1, "trainer": 1, "agent": 1}
-    assert not (job.results / "keys").exists(), "they are of no use after the job"
+    assert not {"keys", "fleet"} & set(os.listdir(job.results)), "they are of no use after the job"
+    assert (job.directory / "hosts-of-then").read_text() == "--host=n0 --host=n1 --host=n2"
+    relays = [check([name, *words]).params["credentials"] for name, _, words in notes(job) if name == "paramserver"]
+    assert relays == [job.results / "fleet/relay"] * 3
     [served] = [arguments for name, _, arguments in notes(job) if name == "gateway" and arguments[0] == "serve"]
-    assert check(["gateway", *served]).params["api_keys"] == job.results / "keys"
+    options = check(["gateway", *served]).params
+    assert (options["api_keys"], options["credentials"]) == (job.results / "keys", job.results / "fleet/gateway")
     found = keys_of(job)
     assert found.pop("gateway status") == "key-of-the-trainer-of-this-job"
     assert set(found.values()) == {""}, "daemons need none"

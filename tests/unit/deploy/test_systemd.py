@@ -17,6 +17,8 @@ from deploy.setup_env import ROOT
 from gateway.app import DRAIN_TIMEOUT_S
 from gateway.engines.embedded.cli import SHUTDOWN_TIMEOUT_S
 from paramserver.daemon.process import DRAIN_S
+from protos.access.credentials import CREDENTIALS_VARIABLE
+from protos.access.fleet import FLEET_ROLES
 from protos.access.secret_file import FORBIDDEN
 from protos.errors import InvalidRequest
 from protos.options import parse_bytes
@@ -27,11 +29,13 @@ FOLDER = ROOT / "deploy/systemd"
 SERVICES = ("laminar-relay", "laminar-gateway", "laminar-engine")
 BINARIES = "/opt/laminar/bin"
 ACCESS = {
-    "laminar-relay": "--insecure",
+    "laminar-relay": "",
     "laminar-gateway": "--api-keys /etc/laminar/keys",
     "laminar-engine": "--insecure",
 }
 """The last words of each command line."""
+CREDENTIALS = {"laminar-relay": "/etc/laminar/relay", "laminar-gateway": "/etc/laminar/gateway"}
+"""Directories, in the environment of the daemon and of what runs beside it."""
 EXPOSURE_MAX = {"laminar-relay": 20, "laminar-gateway": 20, "laminar-engine": 50}
 """Of `systemd-analyze security`, in tenths: an engine needs devices."""
 
@@ -60,19 +64,27 @@ def command_lines(service: str) -> list[list[str]]:
 
 
 def of(service: str) -> click.Context:
-    return check(command_lines(service)[0])
+    return parsed(service, command_lines(service)[0])
+
+
+def parsed(service: str, line: list[str]) -> click.Context:
+    return check(line, environment(service).get(CREDENTIALS_VARIABLE, ""))
+
+
+def credentials_of(service: str) -> Path | None:
+    return Path(CREDENTIALS[service]) if service in CREDENTIALS else None
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_the_daemons_take_the_command_lines_of_their_units(service: str) -> None:
     for line in command_lines(service):
         assert line[0].startswith(f"{BINARIES}/")
-        check(line)
+        assert parsed(service, line).params.get("credentials", None) == credentials_of(service)
 
 
 def test_what_a_daemon_would_refuse_is_refused_here() -> None:
     """Or the test before could not fail."""
-    [relay, *_] = command_lines("laminar-relay")
+    relay = [*command_lines("laminar-relay")[0], "--insecure"]
     with pytest.raises(click.NoSuchOption):
         check([*relay, "--no-such-option"])
     with pytest.raises(click.BadParameter):
@@ -82,7 +94,9 @@ def test_what_a_daemon_would_refuse_is_refused_here() -> None:
     for service, access in ACCESS.items():
         line = command_lines(service)[0]
         with pytest.raises(InvalidRequest, match="without credentials"):
-            check(line[: -len(access.split())])
+            check(line[: len(line) - len(access.split())])
+    with pytest.raises(InvalidRequest, match="contradict each other"):
+        parsed("laminar-relay", relay)
     with pytest.raises(click.UsageError):
         check(["paramserver", "start"])
 
@@ -91,7 +105,7 @@ def test_what_a_daemon_would_refuse_is_refused_here() -> None:
 def test_each_variable_of_a_unit_is_in_its_file_and_the_other_way_round(service: str) -> None:
     keys = unit(f"{service}.service")
     used = {name for key in ("ExecStart", "ExecStop") for line in keys[key] for name in re.findall(r"\$\{?(\w+)", line)}
-    assert used == set(environment(service))
+    assert used == set(environment(service)) - {CREDENTIALS_VARIABLE}
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -99,6 +113,20 @@ def test_who_may_use_a_daemon_has_a_single_place(service: str) -> None:
     assert environment(service)["ACCESS_OPTIONS"] == ACCESS[service]
     [start] = unit(f"{service}.service")["ExecStart"]
     assert start.endswith(" $ACCESS_OPTIONS")
+    assert environment(service).get(CREDENTIALS_VARIABLE) == CREDENTIALS.get(service)
+
+
+@pytest.mark.parametrize("service", CREDENTIALS)
+def test_the_credentials_are_put_where_the_daemons_group_may_read_them_and_nobody_else(service: str) -> None:
+    text = (FOLDER / f"{service.removeprefix('laminar-')}.env").read_text()
+    [(mode, group, path)] = re.findall(r"install -d -m (\d+) -g (\S+) (\S+)$", text, re.MULTILINE)
+    assert (int(mode, 8), path) == (0o750, CREDENTIALS[service])
+    [(mode, same, source, there)] = re.findall(r"install -m (\d+) -g (\S+) (\./fleet\S+) (\S+)$", text, re.MULTILINE)
+    assert [group] == [same] == unit(f"{service}.service")["Group"]
+    assert not int(mode, 8) & FORBIDDEN
+    assert int(mode, 8) & stat.S_IRGRP
+    assert (source, there) == (f"./fleet/{Path(path).name}/*", path)
+    assert Path(path).name in FLEET_ROLES
 
 
 def test_the_gateways_group_may_read_the_file_of_keys_and_nobody_else() -> None:

@@ -16,11 +16,11 @@ import aiohttp
 import pytest
 from click.testing import CliRunner
 
-from gateway.api.listeners import AdminPlace, admin_place
 from gateway.api.routes import ROUTES
 from gateway.app import start
 from gateway.cli import cli
 from gateway.core.access import LOOK, OPERATE, STATUS
+from gateway.operate.admin_place import AdminPlace, admin_place
 from protos.errors import InvalidRequest, LaminarError
 from tests.support.keys import controlled, key_file, operators
 from tests.support.scripted_engine import ScriptedEngine

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from gateway.app import open_keys
 from gateway.cli import cli
 from gateway.config import GatewayConfig
 from gateway.operate import doctor
 from protos.access.bearer import API_KEY_VARIABLE
-from protos.access.roles import parse_keys
+from protos.access.roles import ROLES, parse_keys
 from protos.errors import InvalidRequest
 from tests.support.keys import Client, controlled, key_file, key_of, lines
 from tests.support.relays import until
@@ -232,9 +232,48 @@ def test_a_new_key_is_a_line_of_the_file_and_the_help_says_how() -> None:
     for command in (["keys"], ["keys", "new"]):
         shown = CliRunner().invoke(cli, [*command, "--help"])
         assert shown.exit_code == 0
-    assert ">> api-keys" in shown.output
+    assert ">> ./api-keys" in shown.output
 
 
 def test_a_configuration_shows_no_key(tmp_path: Path) -> None:
     made = dataclasses.replace(config(tmp_path), api_keys=key_file(tmp_path))
     assert key_of("admin") not in repr(made)
+
+
+def keys_command(*words: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["keys", *map(str, words)])
+
+
+def test_a_new_file_has_a_key_of_each_role_for_its_user_alone_and_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "api-keys"
+    assert keys_command("init", path).exit_code == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+    made = path.read_text()
+    assert parse_keys(made, "f").by_role() == dict.fromkeys(ROLES, 1)
+    again = keys_command("init", path)
+    assert (again.exit_code, "exists" in again.output) == (1, True), again.output
+    assert path.read_text() == made
+    assert list(tmp_path.iterdir()) == [path], "nothing half written stays"
+    nowhere = keys_command("init", tmp_path / "none" / "api-keys")
+    assert (nowhere.exit_code, "cannot write" in nowhere.output) == (1, True), nowhere.output
+
+
+def test_a_key_of_the_file_is_printed_alone_and_of_several_the_newest(tmp_path: Path) -> None:
+    path = key_file(tmp_path)
+    with path.open("a") as file:
+        file.write("agent carol key-of-carol-before\nagent carol key-of-carol-after\n")
+    assert keys_command("get", path, "admin").stdout == f"{key_of('admin')}\n"
+    assert keys_command("get", path, "agent", "carol").stdout == "key-of-carol-after\n"
+    for words, said in (
+        (["agent"], "keys of several names with the role agent (name one: it has "),
+        (["agent", "mallory"], "no key of 'mallory' with the role agent (it has "),
+        (["boss"], "'boss' is not one of"),
+    ):
+        refused = keys_command("get", path, *words)
+        assert (refused.exit_code != 0, said in refused.output) == (True, True), refused.output
+    path.write_text("admin me key-of-mine-0123456789\n")
+    refused = keys_command("get", path, "trainer")
+    assert "no key of the role trainer (`gateway keys new trainer NAME >> " in refused.output
+    path.chmod(0o644)
+    assert "others may read or write the keys in it" in keys_command("get", path, "admin").output
+    assert "`gateway keys init " in keys_command("get", tmp_path / "none", "admin").output

@@ -88,3 +88,6 @@ async def test_it_waits_for_an_engine_that_serves(tmp_path: Path) -> None:
         assert f"no engine of {found.url} serves after 0.1 s: gone is " in result.output
     async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, _):
         assert (await status(found.url, "--wait-s", "60")).exit_code == 0
+        result = await status(found.url, "--wait-s", "0.1", "--engines", "2")
+        assert result.exit_code == 1
+        assert f"fewer than 2 engines of {found.url} serve after 0.1 s: e0 is serving" in result.output

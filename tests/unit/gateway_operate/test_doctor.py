@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -21,6 +22,7 @@ from gateway.store import Database
 from gateway.store.database import DATABASE_NAME
 from gateway.store.layout import LAYOUT, claim
 from gateway.tokens import Codec
+from protos import findings
 from protos.findings import Finding
 from tests.support.scripted_engine import MODEL, ScriptedEngine
 from tests.support.tiny_model import tiny_model
@@ -122,3 +124,62 @@ async def test_a_tokenizer_that_cannot_be_read_is_a_finding_and_not_a_crash(tmp_
     async with ScriptedEngine("e0") as e0:
         found = await examine(e0, tokenizer=tmp_path, port=0)
     assert wrong(found) == ["tokenizer"]
+
+
+async def admin_listener(tmp_path: Path, where: str, **options: Any) -> Finding:
+    return (await examine(port=0, admin_listen=where, **options))["admin listener"]
+
+
+async def test_a_place_where_the_admin_listener_cannot_be(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found = await admin_listener(tmp_path, f"127.0.0.1:{taken.getsockname()[1]}")
+    assert (found.right, "give another port in --admin-listen" in found.remedy) == (False, True)
+    (tmp_path / "file").write_text("")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "used"))
+        other.listen()
+        for where, said in {
+            f"unix:{tmp_path}/none/admin.sock": "is no directory",
+            f"unix:{tmp_path}/file": "is there, and no socket",
+            f"unix:{tmp_path}/used": "another process listens on",
+            f"unix:{tmp_path}/{'x' * 120}": "too long for a unix socket",
+            "10.0.0.1:8081": "would serve whoever reaches it, without credentials",
+        }.items():
+            found = await admin_listener(tmp_path, where)
+            assert (found.right, said in found.found) == (False, True), found
+        found = await admin_listener(tmp_path, f"unix:{tmp_path}/new", admin_group="no-such-group")
+        assert (found.right, "no group 'no-such-group'" in found.found) == (False, True)
+    found = (await examine(port=9, admin_listen="127.0.0.1:9"))["admin listener"]
+    assert (found.right, "the port of the clients' listener" in found.found) == (False, True)
+
+
+async def test_a_place_where_the_admin_listener_can_be_is_left_as_it_is(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "left"))  # nobody listens: of a gateway that was killed
+    for name in ("left", "new"):
+        found = await admin_listener(tmp_path, f"unix:{tmp_path}/{name}")
+        assert found.right, found
+    assert os.listdir(tmp_path) == ["left"]
+    assert "admin listener" not in await examine(port=0), "one port answers everything"
+
+
+async def test_it_looks_again_until_nothing_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[list[Finding]] = []
+    real = doctor.examine
+
+    async def look(config: GatewayConfig) -> list[Finding]:
+        looks.append(await real(config))
+        await asyncio.to_thread((tmp_path / "run").mkdir, exist_ok=True)
+        return looks[-1]
+
+    monkeypatch.setattr(doctor, "examine", look)
+    config = GatewayConfig(model=MODEL, tokenizer=tiny_model(), port=0, admin_listen=f"unix:{tmp_path}/run/admin.sock")
+    assert await doctor.examine_patiently(config, 0.0) is looks[0]
+    os.rmdir(tmp_path / "run")
+    found = await doctor.examine_patiently(config, 60.0)
+    assert [[one.what for one in findings.wrong(look)] for look in looks] == [
+        ["admin listener"],
+        ["admin listener"],
+        [],
+    ]
+    assert found is looks[-1]

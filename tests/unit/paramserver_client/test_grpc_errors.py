@@ -56,6 +56,16 @@ def test_what_is_not_ours_is_unavailable(status: grpc.StatusCode, words: str) ->
         ),
         ("last error: UNAVAILABLE: ipv4:127.0.0.1:1: connect: Connection refused", "Connection refused"),
         ("last error: INTERNAL: ipv4:127.0.0.1:1: Failed parsing HTTP/2 (Expected SETTINGS)", "no gRPC"),
+        (
+            "last error: UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: "
+            "SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate: OK",
+            "its certificate is of no CA that the caller's credentials trust",
+        ),
+        (
+            "last error: UNKNOWN: ipv4:127.0.0.1:1: Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: "
+            "SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER: Invalid certificate verification context: OK",
+            "what listens there speaks no TLS, and the caller has credentials",
+        ),
         ("last error: UNKNOWN: something new", "last error: UNKNOWN: something new"),
     ],
 )
