@@ -122,7 +122,7 @@ def _engine_port_message(found: EnginePortStatistics) -> pb.EnginePort:
         open=found.open,
         handshakes=found.handshakes,
         accepted=found.accepted,
-        refused={reason: times for reason, times in found.refused.items()},
+        refused={str(reason): times for reason, times in found.refused.items()},
     )
 
 
