@@ -14,7 +14,8 @@ import pytest
 from gateway.core.types import SamplingParams
 from gateway.engines.base import EngineAdapter, EngineChunk, EngineFailed, StreamCut, engine_tls, system_tls
 from gateway.engines.connections import until_broken
-from gateway.engines.kinds import connect
+from gateway.engines.http import HttpAdapter
+from gateway.engines.kinds import Guarded, connect
 from gateway.faultkit.script import Cut, CutKind, scripted
 from paramserver.credentials.authority import Authority
 from paramserver.credentials.fleet import Fleet
@@ -42,6 +43,13 @@ async def adapter(url: str, credentials: Credentials | None) -> AsyncIterator[En
 async def generate(found: EngineAdapter) -> list[EngineChunk]:
     async with found.generate(PROMPT, SamplingParams(max_tokens=8), "r1", "s1") as chunks:
         return [chunk async for chunk in chunks]
+
+
+async def posted(found: EngineAdapter) -> None:
+    """A POST without a GET before it, which a load would begin with."""
+    assert isinstance(found, Guarded)
+    assert isinstance(found._adapter, HttpAdapter)
+    await found._adapter._http.post("/resume")
 
 
 async def passed(found: EngineAdapter) -> bytes:
@@ -126,7 +134,7 @@ async def test_an_engine_that_is_away_does_not_answer(fleet: Path) -> None:
         with pytest.raises(EngineFailed, match="GET https://127"):
             await found.report()
         with pytest.raises(EngineFailed, match="POST https://127"):
-            await found.load(Path("/snapshots/3"), 3, "digest-3")
+            await posted(found)
         with pytest.raises(StreamCut) as cut:
             await generate(found)
         assert cut.value.reason == "reset"
@@ -179,7 +187,7 @@ def impostor(what: str, fleet: Path, directory: Path) -> Path:
 
 CALLS: dict[str, Callable[[EngineAdapter], Awaitable[object]]] = {
     "a probe": lambda found: found.report(),
-    "a load": lambda found: found.load(Path("/snapshots/3"), 3, "digest-3"),
+    "a step of a load": posted,
     "a turn": generate,
     "text": passed,
 }
