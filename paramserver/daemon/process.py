@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -20,14 +20,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paramserver.config import RelayConfig
-from paramserver.core.records import Member, RegisteredEngine
+from paramserver.core.records import Member
 from paramserver.daemon.access import AccessInterceptor, check_serves, server_credentials
+from paramserver.daemon.engines import open_engine_ports, registered
 from paramserver.daemon.metrics import Sources, export_metrics, serve_metrics
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.provider import SnapshotProvider
 from paramserver.daemon.service import RelayService
-from paramserver.data import engine_ports as opened
-from paramserver.data.engine_ports import EnginePort
 from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.server import DataServer, listen_tcp
 from paramserver.data.spill import Spill
@@ -158,11 +157,11 @@ async def relay_process(
         if socket_path is not None:
             data.serve_unix(socket_path, group=_group(config))
 
-        ports = await _open_engine_ports(config, credentials, stack)
+        ports = await open_engine_ports(config, credentials, stack)
 
         await lease.take()
         stack.push_async_callback(lease.leave)
-        lease.holdings.register(_registered(config, ports, grpc_address))
+        lease.holdings.register(registered(config, ports, grpc_address))
 
         await parts.relay.refresh()
         spilled = spill.manifests() if spill is not None else []
@@ -174,19 +173,18 @@ async def relay_process(
         life = asyncio.ensure_future(parts.run())
         stack.push_async_callback(_end, life, parts)
 
-        engine_ports = list(ports.values())
-        service = RelayService(parts, data_address=data_address, publish_socket=socket_path, engine_ports=engine_ports)
+        in_front = list(ports.values())
+        service = RelayService(parts, data_address=data_address, publish_socket=socket_path, engine_ports=in_front)
         checks = await _add_services(server, service)
         health_task = asyncio.ensure_future(_report_health(checks, lease))
         stack.push_async_callback(_cancel, health_task)
         addresses = {"grpc": grpc_address, "data": data_address, "name": config.name}
         if config.metrics_port is not None:
-            addresses["metrics"], stop_metrics = serve_metrics(
-                config.host, config.metrics_port, Sources(parts, data, engine_ports)
-            )
+            sources = Sources(parts, data, in_front)
+            addresses["metrics"], stop_metrics = serve_metrics(config.host, config.metrics_port, sources)
             stack.push_async_callback(asyncio.to_thread, stop_metrics)
         if telemetry.meter is not None:
-            export_metrics(telemetry.meter, Sources(parts, data, engine_ports))
+            export_metrics(telemetry.meter, Sources(parts, data, in_front))
         await server.start()
         stack.push_async_callback(server.stop, DRAIN_S)
         stack.callback(parts.end_streams)
@@ -212,42 +210,6 @@ async def _start_nixl(config: RelayConfig, stack: contextlib.AsyncExitStack) -> 
     stack.push_async_callback(asyncio.to_thread, nixl.close)
     await asyncio.to_thread(nixl.warm, config.stripes)
     return nixl
-
-
-async def _open_engine_ports(
-    config: RelayConfig, credentials: Credentials | None, stack: contextlib.AsyncExitStack
-) -> dict[str, EnginePort]:
-    """A port for each engine on loopback, by the engine's name; none without credentials."""
-    found: dict[str, EnginePort] = {}
-    if credentials is None:
-        return found
-    tls = opened.tls_of(credentials)
-    for engine in config.engines:
-        name = engine.name(config.name)
-        if not engine.on_loopback:
-            log.warning(
-                "engine %s at %s takes whoever reaches it: let it listen on loopback, and name it so to this relay, "
-                "which then opens a port with TLS in front of it",
-                name,
-                engine.url,
-            )
-            continue
-        listener = opened.listen(config.host, engine.port or 0)
-        port = EnginePort(name, engine.url, listener, config.reached_by, tls)
-        stack.push_async_callback(port.close)
-        await port.serve()
-        found[name] = port
-    return found
-
-
-def _registered(config: RelayConfig, ports: Mapping[str, EnginePort], grpc_address: str) -> list[RegisteredEngine]:
-    """The engines beside this relay, by the addresses at which gateways call them."""
-    found = []
-    for engine in config.engines:
-        name = engine.name(config.name)
-        url = ports[name].url if name in ports else engine.url
-        found.append(RegisteredEngine(name, engine.kind, url, grpc_address))
-    return found
 
 
 def _member(config: RelayConfig, grpc_address: str, data_address: str) -> Member:

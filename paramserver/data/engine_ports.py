@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import time
 from collections import Counter
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 1024
 """Of one engine: a gateway has one for each turn there, and some that are idle."""
+FILES_MAX = 1 << 20
+"""To which the limit of open files is raised at most."""
 HANDSHAKES_MAX = 64
 """Under way at one port: an honest one takes milliseconds."""
 LOG_EVERY_S = 10.0
@@ -57,9 +60,19 @@ class EnginePortStatistics:
 class EnginePort:
     """The port of one engine. Owner of its connections; on one event loop."""
 
-    def __init__(self, engine: str, target: str, listener: socket.socket, reached_by: str, tls: FleetTls) -> None:
+    def __init__(
+        self,
+        engine: str,
+        target: str,
+        listener: socket.socket,
+        reached_by: str,
+        tls: FleetTls,
+        *,
+        connections_max: int = CONNECTIONS_MAX,
+    ) -> None:
         """`target`: the engine's http address on this host. `reached_by`: the address or name that others use."""
         self._engine, self._target, self._tls = engine, target, tls
+        self._connections_max = connections_max
         parts = urlsplit(target)
         assert parts.hostname is not None
         self._address = parts.hostname, parts.port or 80
@@ -108,8 +121,8 @@ class EnginePort:
 
     def proven(self, connection: Splice) -> bool:
         self._handshakes.pop(connection, None)
-        if len(self._open) >= CONNECTIONS_MAX:
-            self._refuse("connections", f"{CONNECTIONS_MAX} are open")
+        if len(self._open) >= self._connections_max:
+            self._refuse("connections", f"{self._connections_max} are open")
             return False
         self._open.add(connection)
         self._accepted += 1
@@ -153,6 +166,19 @@ def listen(host: str, port: int) -> socket.socket:
         raise Conflict(
             f"cannot listen on {host}:{port} for an engine: {error.strerror}", hint="give --engine another @PORT"
         ) from error
+
+
+def connections_max(num_ports: int) -> int:
+    """How many each of them may have: half of the files that this process may open are others', and a connection takes
+    two. The limit is raised as far as this user may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return CONNECTIONS_MAX
+    wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return min(CONNECTIONS_MAX, soft // 4 // num_ports)
 
 
 def tls_of(credentials: Credentials) -> FleetTls:

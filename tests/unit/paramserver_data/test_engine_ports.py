@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import logging
 import os
+import resource
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -330,10 +331,8 @@ async def test_silent_connections_make_way(fleet: Path, port: EnginePort, monkey
         writer.close()
 
 
-async def test_more_connections_than_there_may_be_are_refused(
-    fleet: Path, port: EnginePort, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_ports, "CONNECTIONS_MAX", 2)
+async def test_more_connections_than_there_may_be_are_refused(fleet: Path, port: EnginePort) -> None:
+    port._connections_max = 2
     context = context_of(fleet / "gateway", fleet)
     held = [await asyncio.open_connection(*address_of(port.url), ssl=context) for _ in range(2)]
     await until(lambda: port.statistics().open == 2, "both")
@@ -399,6 +398,26 @@ async def test_certificates_are_replaced_while_a_connection_stands(own_fleet: Pa
             trusts=own_fleet,
         )
         assert await asyncio.to_thread(asked, port.url, withdrawn, own_fleet) != "served"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "ports", "raised", "each"),
+    [
+        (1024, 1 << 19, 1, 1 << 19, 1024),
+        (1024, 2048, 1, 2048, 512),
+        (1024, 1024, 4, 1024, 64),
+        (1024, resource.RLIM_INFINITY, 2, 1 << 20, 1024),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 2, resource.RLIM_INFINITY, 1024),
+    ],
+)
+def test_ports_leave_files_to_the_rest_of_the_relay(
+    soft: int, hard: int, ports: int, raised: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: limits.append(wanted))
+    assert engine_ports.connections_max(ports) == each
+    assert limits[-1] == (raised, hard)
 
 
 def test_a_port_that_is_taken_is_refused_with_the_option() -> None:
