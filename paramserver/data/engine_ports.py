@@ -79,6 +79,7 @@ class EnginePort:
         self.url = f"https://{reached_by}:{listener.getsockname()[1]}{parts.path}"
         self._listener = listener
         self._server: asyncio.Server | None = None
+        self._closing = False  # what is accepted in this round of the event loop opens after the others were ended
         self._handshakes: dict[Splice, None] = {}  # the oldest first
         self._open: set[Splice] = set()
         self._accepted = 0
@@ -87,11 +88,12 @@ class EnginePort:
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connection, sock=self._listener)
+        self._server = await loop.create_server(lambda: Splice(self, self._tls.context()), sock=self._listener)
         log.info("engine %s is called at %s, on this host at %s", self._engine, self.url, self._target)
 
     async def close(self) -> None:
         """Ends every connection; sockets are closed when this returns."""
+        self._closing = True
         if self._server is not None:
             self._server.close()
         for connection in [*self._handshakes, *self._open]:
@@ -112,12 +114,13 @@ class EnginePort:
 
     # -- what a connection needs of it: `splice.Owner`
 
-    def _connection(self) -> Splice:
+    def opened(self, connection: Splice) -> None:
+        if self._closing:
+            connection.abort()
+            return
         if len(self._handshakes) >= HANDSHAKES_MAX:
             next(iter(self._handshakes)).refuse(TimeoutError("it made way for another one"))
-        made = Splice(self, self._tls.context())
-        self._handshakes[made] = None
-        return made
+        self._handshakes[connection] = None
 
     def proven(self, connection: Splice) -> bool:
         self._handshakes.pop(connection, None)

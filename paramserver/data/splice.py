@@ -33,6 +33,9 @@ too, that hold a stream back for long."""
 class Owner(Protocol):
     """The port, as far as one connection needs it."""
 
+    def opened(self, splice: Splice) -> None:
+        """Somebody has connected."""
+
     def proven(self, splice: Splice) -> bool:
         """The caller may call the engine. False: there are too many of them."""
 
@@ -79,6 +82,7 @@ class Splice(asyncio.Protocol):
         for option, value in KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self._timer = self._loop.call_later(HANDSHAKE_S, self._is_late)
+        self._owner.opened(self)
 
     def data_received(self, data: bytes) -> None:
         self._incoming.write(data)

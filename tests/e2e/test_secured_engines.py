@@ -3,6 +3,7 @@ of TLS is what it does without, and nobody else gets to the engines."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -53,7 +54,10 @@ class Secured:
             command = ["tests.support.held_engine", str(self.hold), *flags]
             self.engines[name] = processes.start(f"engine-{name}", command, self.directory)
             self.beside[name] = self.relays.start(
-                name, f"--engine=embedded={self.engines[name].ready['url']}", f"--credentials={self.fleet / 'relay'}"
+                name,
+                f"--engine=embedded={self.engines[name].ready['url']}",
+                f"--credentials={self.fleet / 'relay'}",
+                "--metrics-port=0",
             )
         self.gateway = processes.start("gateway", ["gateway", "serve", "--port=0", *self.options], self.directory)
 
@@ -142,6 +146,12 @@ def test_a_gateway_serves_loads_and_resumes_through_the_ports(secured: Secured) 
 
     # Nobody else gets there, and the gateway goes nowhere else.
     assert asked(urls[other], secured.fleet / "trainer", secured.fleet) != "served"
+    metrics = httpx.get(f"http://{secured.beside[other].ready['metrics']}/metrics").text
+    assert re.search(rf'^laminar_relay_engine_connections{{engine="{other}:\d+"}} [1-9]', metrics, re.MULTILINE), (
+        metrics
+    )
+    counted = rf'^laminar_relay_engine_connections_refused_total{{engine="{other}:\d+",reason="role"}} 1\.0$'
+    assert re.search(counted, metrics, re.MULTILINE), metrics
     assert address_of(urls[other]) != address_of(secured.engines[other].ready["url"])
     without = [option for option in secured.options if not option.startswith("--credentials")]
     examined = CliRunner(env={CREDENTIALS_VARIABLE: ""}).invoke(gateway.cli.cli, ["doctor", "--port=0", *without])

@@ -331,6 +331,20 @@ async def test_silent_connections_make_way(fleet: Path, port: EnginePort, monkey
         writer.close()
 
 
+async def test_many_that_come_at_once_make_way_too(
+    fleet: Path, port: EnginePort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepted in one round of the event loop, before the first of them has a transport."""
+    monkeypatch.setattr(engine_ports, "HANDSHAKES_MAX", 3)
+    address = address_of(port.url)
+    found = [socket.create_connection(address, PATIENCE_S) for _ in range(40)]  # the loop stands still meanwhile
+    await until(lambda: port.statistics().refused["handshake"] == 37, "those that made way")
+    assert port.statistics().handshakes == 3
+    assert await served(port, fleet)
+    for sock in found:
+        sock.close()
+
+
 async def test_more_connections_than_there_may_be_are_refused(fleet: Path, port: EnginePort) -> None:
     port._connections_max = 2
     context = context_of(fleet / "gateway", fleet)
