@@ -39,6 +39,8 @@ RATE = 50.0
 UNTHROTTLED = 1e6
 TOKENS = {1: 8000, STREAMS: 500}
 """Of a stream, by how many there are."""
+PACED_TOKENS = 250
+"""Of a stream: five seconds."""
 PROBES = 300
 PATH = "/v1/completions"
 
@@ -56,13 +58,14 @@ def run() -> Iterator[Figure]:
             mock_engines(1, rate=UNTHROTTLED) as [fast],
             mock_engines(1, rate=RATE) as [paced],
             port(fleet / "relay", fast) as (by_port, pid),
-            port(fleet / "relay", paced) as (paced_by_port, _),
+            port(fleet / "relay", paced) as (paced_by_port, paced_pid),
         ):
             ways = {"direct": (fast, paced), "port": (by_port, paced_by_port)}
             for streams in TOKENS:
                 yield _tokens(ways, credentials, streams, pid)
             for beside in (0, STREAMS):
                 yield _latency(ways, credentials, beside)
+            yield _paced_cpu(paced_by_port, credentials, paced_pid)
 
 
 Ways = dict[str, tuple[str, str]]
@@ -151,6 +154,16 @@ async def _probe(fast: str, paced: str, credentials: Credentials, beside: int) -
     for each in (wire, others):
         await each.close()
     return statistics.median(took)
+
+
+def _paced_cpu(url: str, credentials: Credentials, pid: int) -> Figure:
+    found = []
+    for _ in range(ROUNDS):
+        before = _cpu_s(pid)
+        uvloop.run(_read(url, credentials, STREAMS, PACED_TOKENS))
+        found.append((_cpu_s(pid) - before) * 1e6 / (STREAMS * PACED_TOKENS))
+    what = f"CPU of an engine's port of TLS per token, a token per event, {STREAMS} streams of {RATE:g} tokens/s"
+    return median("engine_port_cpu_us_per_token", what, found, better="reported", unit="us")
 
 
 def _cpu_s(pid: int) -> float:
