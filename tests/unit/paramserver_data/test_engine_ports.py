@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import logging
 import os
+import random
 import resource
 import socket
 import ssl
@@ -100,6 +101,57 @@ async def test_http_in_the_clear_gets_nothing(fleet: Path, port: EnginePort, eng
     writer.close()
     assert (engine.connections, port.statistics().refused["handshake"]) == (0, 1)
     assert await served(port, fleet)
+
+
+def hello(fleet: Path) -> bytes:
+    """The first bytes of an honest caller."""
+    outgoing = ssl.MemoryBIO()
+    tls = context_of(fleet / "gateway", fleet).wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="127.0.0.1")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_what_is_no_tls_costs_its_connection_alone(
+    fleet: Path, port: EnginePort, engine: RawEngine, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    chance, honest = random.Random(seed), hello(fleet)
+    said = bytearray(honest)
+    match seed % 4:
+        case 0:
+            said = bytearray(chance.randbytes(chance.randrange(1, 1 << 16)))
+        case 1:
+            said = said[: chance.randrange(1, len(said))] + chance.randbytes(1 << 10)
+        case 2:
+            said[chance.randrange(5, len(said))] ^= 1 << chance.randrange(8)
+            said += honest  # a second one in its place
+        case 3:
+            said = bytearray(b"\x17\x03\x03\x40\x00" + chance.randbytes(1 << 14))  # data before any handshake
+    reader, writer = await asyncio.open_connection(*address_of(port.url))
+    writer.write(said)
+    writer.write_eof()
+    with contextlib.suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), PATIENCE_S)
+    writer.close()
+    await until(lambda: port.statistics().handshakes == 0, "its end")
+    assert engine.connections == 0
+    assert await served(port, fleet)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def test_bytes_that_are_changed_behind_the_handshake_end_the_connection(
+    fleet: Path, port: EnginePort, engine: RawEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with HalfCloser(port.url, context_of(fleet / "gateway", fleet)) as caller:
+        caller.write(b"before")
+        await until(lambda: engine.open == 1, "the engine's connection")
+        caller._writer.write(b"\x17\x03\x03\x00\x40" + bytes(64))  # a record under another key
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await caller.read()
+    await until(lambda: engine.open == 0 and port.statistics().open == 0, "both ends")
+    assert await served(port, fleet)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_a_port_that_is_only_tried_is_no_refusal(port: EnginePort, caplog: pytest.LogCaptureFixture) -> None:
