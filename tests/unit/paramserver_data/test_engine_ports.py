@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -238,13 +239,14 @@ async def test_a_caller_that_does_not_read_holds_the_engine_back(fleet: Path) ->
         reader, writer = await asyncio.open_connection(
             *address_of(port.url), ssl=context_of(fleet / "gateway", fleet), limit=1 << 16
         )
-        writer.transport.pause_reading()
+        transport = cast(asyncio.Transport, writer.transport)
+        transport.pause_reading()
         await until_still(lambda: sent)
         [connection] = port._open
         kept = connection._transport.get_write_buffer_size()
         assert sent < 4 * len(MUCH)
         assert kept < 1 << 20, "beside the kernel's buffers little waits"
-        writer.transport.resume_reading()
+        transport.resume_reading()
         digest, got = hashlib.sha256(), 0
         while data := await asyncio.wait_for(reader.read(1 << 20), PATIENCE_S):
             got += len(data)
