@@ -78,6 +78,9 @@ class Splice(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         sock = self._transport.get_extra_info("socket")
+        sock.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )  # asyncio leaves it off for sockets of `create_server`
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -193,6 +193,20 @@ async def test_bytes_pass_both_ways_at_once_and_each_direction_ends_by_itself(fl
     await until(lambda: port.statistics().open == 0, "the connection's end")
 
 
+async def test_no_piece_waits_for_an_acknowledgement_and_a_vanished_caller_is_noticed(
+    fleet: Path, port: EnginePort
+) -> None:
+    """With Nagle's algorithm a token waits 40 ms for the acknowledgement of the one before."""
+    _, writer = await asyncio.open_connection(*address_of(port.url), ssl=context_of(fleet / "gateway", fleet))
+    await until(lambda: any(one._engine._connected for one in port._open), "the connection")
+    [connection] = port._open
+    for transport in (connection._transport, connection._engine.transport):
+        sock = transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert connection._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    writer.close()
+
+
 async def test_an_engine_answers_a_caller_that_has_ended(fleet: Path) -> None:
     async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await reader.read()  # to its end
