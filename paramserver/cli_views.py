@@ -50,6 +50,7 @@ def describe(status: RelayStatus) -> Iterator[RenderableType]:
     yield Text(f"members: {', '.join(status.members)}")
     if status.cut_off:
         yield Text(f"cut off: {', '.join(status.cut_off)}")
+    yield from _engine_ports(status)
     yield from _models(status)
     yield from _transfers(status)
     yield from _pins(status)
@@ -64,6 +65,15 @@ def _access(access: AccessStatus) -> Iterator[RenderableType]:
     )
     if access.failure:
         yield Text(f"CREDENTIALS stay as they were: {access.failure}", style="red")
+
+
+def _engine_ports(status: RelayStatus) -> Iterator[RenderableType]:
+    for port in status.engine_ports:
+        refused = ", ".join(f"{times} by {reason}" for reason, times in sorted(port.refused.items()) if times)
+        yield Text(
+            f"engine {port.engine} at {port.url}, which leads to {port.target}: {port.open} connections"
+            f"{f', refused {refused}' if refused else ''}"
+        )
 
 
 def _models(status: RelayStatus) -> Iterator[RenderableType]:

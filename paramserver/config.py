@@ -17,13 +17,15 @@ from msgspec import Meta
 
 from protos.access.credentials import CREDENTIALS_VARIABLE
 from protos.access.etcd import EtcdAccess
-from protos.access.listening import INSECURE
+from protos.access.listening import INSECURE, is_loopback
 from protos.engines import ENGINE_KINDS, check_kind, is_address
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Size
 from protos.telemetry.options import TelemetryConfig
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+_PORT_BEHIND = re.compile(r"@[0-9]{1,5}$")
 
 _ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")  # noqa: S104 - compared with, not bound
 
@@ -36,19 +38,29 @@ RATE_MIN = 256 << 10  # bytes go in pieces of 64 KiB, on two stripes, and silenc
 
 @dataclass(frozen=True, slots=True)
 class EngineBeside:
-    """An engine on this host, to be registered for gateways."""
+    """An engine on this host, to be registered for gateways. `port`: for the port of TLS in front of it; 0: any free
+    one, None: none was named."""
 
     kind: str
     url: str
+    port: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> EngineBeside:
-        """`KIND=URL`, as `--engine` takes it."""
-        kind, _, url = text.partition("=")
-        if not (kind and is_address(url)):
-            raise InvalidRequest(f"--engine {text!r} is not KIND=URL", hint="such as vllm=http://engines-0:8000")
+        """`KIND=URL[@PORT]`, as `--engine` takes it."""
+        kind, _, address = text.partition("=")
+        url, at, port = address.rpartition("@") if _PORT_BEHIND.search(address) else (address, "", "")
+        if not (kind and is_address(url) and (not at or int(port) < 65536)):
+            raise InvalidRequest(
+                f"--engine {text!r} is not KIND=URL[@PORT]", hint="such as vllm=http://127.0.0.1:8000@8443"
+            )
         check_kind(kind, f"--engine {text!r}")
-        return cls(kind, url.rstrip("/"))
+        return cls(kind, url.rstrip("/"), int(port) if at else None)
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this host reaches it: others need a port in front of it."""
+        return is_loopback(urlsplit(self.url).hostname or "")
 
     def name(self, relay: str) -> str:
         """The engine's name: unique, since the relay's is, and the same after a restart of the relay."""
@@ -92,8 +104,10 @@ class RelayConfig:
     data_port: Annotated[int, PORT, "Port for bytes; 0: any free one."] = 0
     engines: Annotated[
         tuple[EngineBeside, ...],
-        Flag("--engine", metavar="KIND=URL"),
-        f"An engine on this host, registered for gateways with the same --etcd; KIND: {', '.join(ENGINE_KINDS)}.",
+        Flag("--engine", metavar="KIND=URL[@PORT]"),
+        f"An engine on this host, registered for gateways with the same --etcd; KIND: {', '.join(ENGINE_KINDS)}. With "
+        "--credentials one on loopback is registered by a port of this relay, PORT or any free one, which takes mutual "
+        "TLS and leads to it.",
     ] = ()
     publish_host: Annotated[
         bool, "Candidate for master. Another relay becomes master only when no candidate is left."
@@ -169,6 +183,7 @@ class RelayConfig:
             )
         if self.data_tls and self.credentials is None:
             raise InvalidRequest("--data-tls without credentials", hint="add --credentials DIR, or leave it out")
+        self._check_engines()
         if self.retain < 1:
             raise InvalidRequest(f"--retain is {self.retain}", hint="keep at least 1 version")
         if self.chunk_bytes is not None and not CHUNK_BYTES_MIN <= self.chunk_bytes <= CHUNK_BYTES_MAX:
@@ -182,6 +197,22 @@ class RelayConfig:
                 f"--spill {self.spill} is in the --pool-dir {self.pool_dir}, which is cleared when it ends",
                 hint="give it a directory elsewhere, on a disk",
             )
+
+    def _check_engines(self) -> None:
+        for engine in self.engines:
+            has_port = engine.on_loopback and self.credentials is not None
+            if engine.port is not None and not has_port:
+                raise InvalidRequest(
+                    f"--engine {engine.kind}={engine.url}@{engine.port}: a port in front of an engine is for one on "
+                    "loopback, at a relay with credentials",
+                    hint=f"leave out the @{engine.port}, or add --credentials and give an address such as "
+                    "http://127.0.0.1:8000",
+                )
+            if has_port and not engine.url.startswith("http://"):
+                raise InvalidRequest(
+                    f"--engine {engine.kind}={engine.url}: the port in front of it has TLS, and the engine none",
+                    hint="start the engine with plain http on loopback",
+                )
 
     def _check_times_and_rates(self) -> None:
         for option, value, most in (

@@ -21,6 +21,8 @@ keep() {
   done
 }
 
+engine_host=${ENGINE_HOST:-$node}
+
 case ${1:?etcd, relay, engine or gateway} in
   etcd)
     # Its disk is the node's own: a network file system is too slow for its syncs. One member is enough for a job, which
@@ -33,7 +35,7 @@ case ${1:?etcd, relay, engine or gateway} in
     # steps of a job on a node share, also where Slurm gives each job one of its own.
     options=()
     if [[ $node != "$HEAD" ]]; then options+=(--no-publish-host); fi
-    if [[ $node != "$HEAD" || -n $HEAD_ENGINE ]]; then options+=(--engine "$ENGINE_KIND=http://$node:$ENGINE_PORT"); fi
+    if [[ $node != "$HEAD" || -n $HEAD_ENGINE ]]; then options+=(--engine "$ENGINE_KIND=http://$engine_host:$ENGINE_PORT"); fi
     # shellcheck disable=SC2086  # options are words
     keep paramserver serve --name "$node" --host "$node" --port "$RELAY_PORT" --metrics-port "$METRICS_PORT" \
       --etcd "$HEAD:$ETCD_PORT" --pool-bytes "$POOL_BYTES" "${options[@]}" $RELAY_OPTIONS "$RELAY_ACCESS"
@@ -42,10 +44,10 @@ case ${1:?etcd, relay, engine or gateway} in
     # shellcheck disable=SC2086
     if [[ $ENGINE_KIND == vllm ]]; then
       export VLLM_SERVER_DEV_MODE=1
-      keep vllm serve "$MODEL_DIR" --served-model-name "$MODEL" --host "$node" --port "$ENGINE_PORT" \
+      keep vllm serve "$MODEL_DIR" --served-model-name "$MODEL" --host "$engine_host" --port "$ENGINE_PORT" \
         --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "laminar"}' $ENGINE_OPTIONS
     else
-      keep gateway engine --model "$MODEL_DIR" --served-model-name "$MODEL" --host "$node" --port "$ENGINE_PORT" \
+      keep gateway engine --model "$MODEL_DIR" --served-model-name "$MODEL" --host "$engine_host" --port "$ENGINE_PORT" \
         $ENGINE_OPTIONS $ENGINE_ACCESS
     fi
     ;;

@@ -5,8 +5,10 @@ Every method has a deadline inside; none retries: that is the gateway's decision
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from typing import Annotated, Literal, Protocol
 import msgspec
 
 from gateway.core.types import NO_VERSION, FinishReason, SamplingParams, TopLogprob, Version
+from protos.access.credentials import Credentials
+from protos.access.tls import relays_of
 from protos.errors import LaminarError
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -193,6 +197,21 @@ class EngineStream(Protocol):
     def __aiter__(self) -> AsyncIterator[EngineChunk]: ...
 
 
+Tls = Callable[[], ssl.SSLContext]
+"""TLS for the next connection to an engine whose address is https."""
+
+
+@functools.cache
+def system_tls() -> ssl.SSLContext:
+    """By the CAs of this host."""
+    return ssl.create_default_context()
+
+
+def engine_tls(credentials: Credentials | None) -> Tls:
+    """With a fleet's credentials engines are behind ports of its relays, and these alone are taken."""
+    return system_tls if credentials is None else relays_of(credentials).context
+
+
 CONTROL_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 300.0
 
@@ -219,6 +238,7 @@ class AdapterContext:
     stall_timeout_s: float = 60.0  # silence on a stream for longer counts as a cut
     control_timeout_s: float = CONTROL_TIMEOUT_S  # a whole control call without a deadline of its own
     load_timeout_s: float = LOAD_TIMEOUT_S  # each step of a load
+    tls: Tls = system_tls
 
     @property
     def codec(self) -> TextCodec:

@@ -9,14 +9,13 @@ read whole events hands them over itself (`Events.deliver`), down to the client'
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
-from gateway.engines.base import StreamCut
+from gateway.engines.base import StreamCut, Tls, system_tls
 from gateway.engines.http1 import Connection
 
 CONNECT_TIMEOUT_S = 5.0
@@ -28,15 +27,15 @@ EVENTS_AT_ONCE_MAX = 32
 
 
 class Wire:
-    """Connections for streams from one server. `stall_timeout_s`: silence for longer is a cut."""
+    """Connections for streams from one server. `stall_timeout_s`: silence for longer is a cut. `tls`: for https."""
 
-    def __init__(self, url: str, *, stall_timeout_s: float) -> None:
+    def __init__(self, url: str, *, stall_timeout_s: float, tls: Tls = system_tls) -> None:
         parts = urlsplit(url)
         self._url = url
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._base = parts.path.rstrip("/")
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = tls if parts.scheme == "https" else None
         common = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n"
         self._head, self._passed_head = f"{common}Accept: text/event-stream\r\n", f"{common}Accept: */*\r\n"
         self._get_head = f"Host: {parts.netloc}\r\nAccept: */*\r\n"
@@ -137,7 +136,7 @@ class Wire:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(self._url), self._host, self._port, ssl=self._tls
+                    lambda: Connection(self._url), self._host, self._port, ssl=self._tls() if self._tls else None
                 )
         except (OSError, TimeoutError, ValueError) as e:  # ValueError: a host that cannot be
             reason = str(e) or f"no connection within {CONNECT_TIMEOUT_S:g} s"
@@ -254,7 +253,7 @@ class Passed:
         self._release(self._connection)
 
 
-async def until_broken(url: str) -> bool:
+async def until_broken(url: str, tls: Tls = system_tls) -> bool:
     """Holds a *tether*: an idle connection to an engine. Returns True once it breaks, False when there was none.
 
     The kernel closes the connection together with the engine's process, so a death or a restart is known within
@@ -263,11 +262,11 @@ async def until_broken(url: str) -> bool:
     suspected until it was polled.
     """
     parts = urlsplit(url)
-    secure = parts.scheme == "https"
-    port = parts.port or (443 if secure else 80)
+    context = tls() if parts.scheme == "https" else None
+    port = parts.port or (443 if context else 80)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=secure or None)
+            reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context)
     except (OSError, TimeoutError, ValueError):  # ValueError: a host that cannot be
         return False
     try:

@@ -23,6 +23,8 @@ from gateway.engines.base import (
     PassedAnswer,
     RequestRefused,
     StreamCut,
+    Tls,
+    system_tls,
 )
 from gateway.engines.connections import CONNECT_TIMEOUT_S, Events, Wire
 from gateway.engines.http1 import Refused
@@ -65,7 +67,7 @@ class EngineHttp:
     """Connections to one server. `stall_timeout_s`: silence on a stream for longer counts as a cut.
 
     `control_timeout_s`: for a whole control call without a deadline of its own. `not_found_hint`: advice for when a
-    control route is not there.
+    control route is not there. `tls`: for https.
     """
 
     def __init__(
@@ -75,11 +77,13 @@ class EngineHttp:
         stall_timeout_s: float,
         control_timeout_s: float = CONTROL_TIMEOUT_S,
         not_found_hint: str = "",
+        tls: Tls = system_tls,
     ) -> None:
         self.url = url.rstrip("/")
         self._not_found_hint = not_found_hint
         self._control_timeout_s = control_timeout_s
-        self._wire = Wire(self.url, stall_timeout_s=stall_timeout_s)
+        self._tls = tls if self.url.startswith("https:") else None
+        self._wire = Wire(self.url, stall_timeout_s=stall_timeout_s, tls=tls)
         # A new connection for each POST: vLLM closes a connection after a 500, so the next call on it would fail, and
         # a call that changes state must not be sent again.
         self._control = aiohttp.ClientSession(
@@ -162,9 +166,9 @@ class EngineHttp:
     async def _call_anew(self, method: str, path: str, body: object | None) -> tuple[int, bytes]:
         """A call on a connection of its own. A redirect is followed within the server, as vLLM's from /metrics to
         /metrics/: to another one the gateway would carry requests wherever an engine says."""
-        url = yarl.URL(self.url + path)
+        url, tls = yarl.URL(self.url + path), self._tls() if self._tls else True
         for _ in range(REDIRECTS_MAX):
-            async with self._control.request(method, url, json=body, allow_redirects=False) as response:
+            async with self._control.request(method, url, json=body, allow_redirects=False, ssl=tls) as response:
                 if not 300 <= response.status < 400:
                     return response.status, await _whole(response)
                 url = _redirected(url, response.headers.get("Location", ""))
@@ -188,6 +192,7 @@ class HttpAdapter:
             stall_timeout_s=context.stall_timeout_s,
             control_timeout_s=context.control_timeout_s,
             not_found_hint=self.NOT_FOUND_HINT,
+            tls=context.tls,
         )
         self.url = self._http.url
         self._context = context

@@ -22,7 +22,7 @@ from gateway.core.reasons import closed_reason
 from gateway.core.refresh import refresh_decisions
 from gateway.core.scheduler import Admission
 from gateway.core.types import NO_VERSION, EngineName, Version
-from gateway.engines.base import AdapterContext, EngineFailed
+from gateway.engines.base import AdapterContext, EngineFailed, engine_tls
 from gateway.engines.kinds import connect
 from gateway.fleet.evidence import VersionEvidence
 from gateway.fleet.handle import EngineHandle
@@ -75,7 +75,8 @@ class Fleet:
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
         self.evidence = VersionEvidence(self.handles)
         self.places = Places(state, admission, self, queue_max=config.queue_max)
-        self._adapters = adapters
+        credentials = credentials_in(config.credentials)
+        self._adapters = adapters = replace(adapters, tls=engine_tls(credentials))
         self._timeline = timeline
         self._reconciling: asyncio.Handle | None = None  # `reconcile` is scheduled in this round of the event loop
         self._tasks = Supervisor()
@@ -85,10 +86,12 @@ class Fleet:
             self._version_available,
             lineage=lineage.lineage if lineage else None,
             saw=lineage.keep if lineage else lambda: None,
-            credentials=credentials_in(config.credentials),
+            credentials=credentials,
         )
         self.pins = VersionPins(config.model, state, self.relays, timeline)
-        self._watcher = EngineWatcher(config, state, self.relays, self.reconcile, adapters.tokenizer, context_tokens)
+        self._watcher = EngineWatcher(
+            config, state, self.relays, self.reconcile, adapters.tokenizer, context_tokens, adapters.tls
+        )
         self._refresher = Refresher(
             config.model,
             self.relays,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gateway.config import GatewayConfig
 from gateway.core.fleet import FleetState
-from gateway.engines.base import EngineAdapter, EngineFailed, EngineLimits, EngineReport, TextCodec, version_of
+from gateway.engines.base import EngineAdapter, EngineFailed, EngineLimits, EngineReport, TextCodec, Tls, version_of
 from gateway.engines.connections import until_broken
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.relays import Relays
@@ -64,8 +64,10 @@ class EngineWatcher:
         reconcile: Callable[[], None],
         tokenizer: TextCodec | None,
         context_tokens: int,
+        tls: Tls,
     ) -> None:
         self._config, self._state, self._relays, self._reconcile = config, state, relays, reconcile
+        self._tls = tls
         self._context_tokens = context_tokens  # the model's, for engines that report none
         self._probe_ids = None if tokenizer is None else tuple(tokenizer.encode(PROBE_TEXT))
 
@@ -95,7 +97,7 @@ class EngineWatcher:
     async def hold_tether(self, handle: EngineHandle) -> None:
         """Suspects the engine whenever its idle connection breaks; until cancelled."""
         while True:
-            if await until_broken(handle.spec.url):
+            if await until_broken(handle.spec.url, self._tls):
                 handle.suspect()
             await asyncio.sleep(self._config.poll_interval_s)
 

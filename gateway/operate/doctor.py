@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.engines.base import AdapterContext, EngineAdapter, version_of
+from gateway.engines.base import AdapterContext, EngineAdapter, engine_tls, version_of
 from gateway.engines.kinds import connect
 from gateway.fleet.registrations import registered
 from gateway.fleet.watcher import PROBE_TEXT, same_ids
@@ -271,7 +271,11 @@ async def _relay(address: str, config: GatewayConfig) -> list[Finding]:
 
 async def _engine(spec: EngineSpec, config: GatewayConfig, codec: Codec | None) -> list[Finding]:
     timeouts = {"stall_timeout_s": REPLY_TIMEOUT_S, "control_timeout_s": REPLY_TIMEOUT_S}
-    adapter = connect(spec.kind, spec.url, AdapterContext(model=config.model, tokenizer=codec, **timeouts))
+    try:
+        tls = engine_tls(credentials_in(config.credentials))
+    except LaminarError as e:
+        return [Finding(f"engine {spec.name}", False, e.message, e.hint)]
+    adapter = connect(spec.kind, spec.url, AdapterContext(model=config.model, tokenizer=codec, tls=tls, **timeouts))
     try:
         return await _answers(spec, adapter, config, codec)
     except LaminarError as e:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -153,6 +153,19 @@ class AccessStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class EnginePortStatus:
+    """A port of TLS in front of an engine: see `EnginePort` in relay.proto."""
+
+    engine: str
+    url: str
+    target: str
+    open: int
+    handshakes: int
+    accepted: int
+    refused: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class RelayStatus:
     """One relay's own view of itself and of its models."""
 
@@ -175,6 +188,7 @@ class RelayStatus:
     continues: tuple[str, ...] = ()
     insecure: bool = False  # it was started with --insecure
     access: AccessStatus | None = None  # None: it has no credentials
+    engine_ports: tuple[EnginePortStatus, ...] = ()
 
     @property
     def origin(self) -> Origin:
@@ -493,6 +507,10 @@ def _status(reply: pb.StatusReply) -> RelayStatus:
         continues=tuple(reply.continues),
         insecure=reply.insecure,
         access=_access(reply.access) if reply.HasField("access") else None,
+        engine_ports=tuple(
+            EnginePortStatus(p.engine, p.url, p.target, p.open, p.handshakes, p.accepted, dict(p.refused))
+            for p in reply.engine_ports
+        ),
     )
 
 

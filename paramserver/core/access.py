@@ -1,7 +1,7 @@
-"""Who may do what at a relay with credentials: the one table of gRPC methods, data connections and roles. Pure.
+"""Who may do what at a relay with credentials: the one table of gRPC methods, data and engine ports, and roles. Pure.
 
-An interceptor enforces it for gRPC (`paramserver.daemon.access`), `paramserver.data.secured` for data connections, and
-docs/security.md shows it.
+An interceptor enforces it for gRPC (`paramserver.daemon.access`), `paramserver.data.secured` for data connections,
+`paramserver.data.engine_ports` for engines, and docs/security.md shows it.
 
 Invariants:
 - a method without an operation is refused to everybody;
@@ -47,7 +47,10 @@ DROP = _operation("drop", "end a model with all its versions; relays pass it on 
 ADOPT = _operation("adopt", "join a registry that replaced another", "admin")
 FETCH = _operation("fetch", "read the bytes of a version at the data port", *BYTES_ROLES)
 WRITE = _operation("write", "write a version that was announced, at the data port", "trainer", "admin")
-OPERATIONS = (LOOK, PIN, REPORT, PUBLISH, DRAIN, DROP, ADOPT, FETCH, WRITE)
+ENGINES = _operation(
+    "engines", "call the engines beside a relay, at their ports: turns, loads, metrics", "gateway", "admin"
+)
+OPERATIONS = (LOOK, PIN, REPORT, PUBLISH, DRAIN, DROP, ADOPT, FETCH, WRITE, ENGINES)
 
 METHODS: Mapping[str, Operation] = {
     **{f"{_RELAY}{name}": LOOK for name in ("Status", "Versions", "Watch", "Locate", "Stage")},
@@ -83,6 +86,15 @@ def data_refusal(purpose: str, caller: Identity) -> str:
     operation = PURPOSES.get(purpose)
     if operation is None:
         return f"a data connection is not for {purpose!r}"
+    return _unless_allowed(operation, caller)
+
+
+def engine_refusal(caller: Identity) -> str:
+    """Why `caller` may not connect to an engine; "" if it may."""
+    return _unless_allowed(ENGINES, caller)
+
+
+def _unless_allowed(operation: Operation, caller: Identity) -> str:
     return "" if caller.role in operation.roles else f"the certificate of {caller} does not allow: {operation.what}"
 
 

@@ -15,6 +15,7 @@ from prometheus_client import start_http_server
 from paramserver.core.records import Sealed
 from paramserver.daemon.health import Health, with_health
 from paramserver.daemon.parts import RelayParts
+from paramserver.data.engine_ports import EnginePort, EnginePortStatistics
 from paramserver.data.server import DataServer
 from protos.access.credentials import Credentials
 from protos.errors import Conflict
@@ -27,6 +28,7 @@ class Sources:
 
     parts: RelayParts
     data: DataServer
+    engine_ports: Sequence[EnginePort]
 
 
 def _of_newest(read: Callable[[Sealed], float]) -> Callable[[Sources], Iterable[Value]]:
@@ -47,6 +49,21 @@ def _of_credentials(read: Callable[[Credentials], float]) -> Callable[[Sources],
         return [] if credentials is None else [(read(credentials), ())]
 
     return values
+
+
+def _of_engine_ports(read: Callable[[EnginePortStatistics], float]) -> Callable[[Sources], Iterable[Value]]:
+    def values(sources: Sources) -> Iterable[Value]:
+        for port in sources.engine_ports:
+            found = port.statistics()
+            yield read(found), (found.engine,)
+
+    return values
+
+
+def _refused_at_engine_ports(sources: Sources) -> Iterable[Value]:
+    for port in sources.engine_ports:
+        found = port.statistics()
+        yield from ((times, (found.engine, reason)) for reason, times in found.refused.items())
 
 
 METRICS: Sequence[Metric[Sources]] = (
@@ -143,22 +160,36 @@ METRICS: Sequence[Metric[Sources]] = (
         "Bytes sent to other relays and to clients that pull.",
         one(lambda sources: sources.data.bytes_sent),
     ),
+    Metric(
+        "gauge",
+        "laminar_relay_engine_connections",
+        "connections",
+        "Connections to the engine through its port of TLS. Engines without one have none.",
+        _of_engine_ports(lambda found: found.open),
+        labels=("engine",),
+    ),
+    Metric(
+        "counter",
+        "laminar_relay_engine_connections_refused",
+        "connections",
+        "Connections that an engine's port of TLS refused, by reason.",
+        _refused_at_engine_ports,
+        labels=("engine", "reason"),
+    ),
 )
 
 
-def export_metrics(meter: Meter, parts: RelayParts, data: DataServer) -> None:
+def export_metrics(meter: Meter, sources: Sources) -> None:
     """The metrics as instruments of `meter`, which reads them in a thread of its own."""
-    add_instruments(meter, METRICS, Sources(parts, data))
+    add_instruments(meter, METRICS, sources)
 
 
-def serve_metrics(
-    host: str, port: int, parts: RelayParts, data: DataServer, health: Health
-) -> tuple[str, Callable[[], None]]:
+def serve_metrics(host: str, port: int, sources: Sources, health: Health) -> tuple[str, Callable[[], None]]:
     """Serves /metrics, and the relay's health beside it; returns "host:port" and what stops it. Raises Conflict
     when the port is taken."""
     reader = PrometheusMetricReader()
-    provider = MeterProvider([reader], Resource({"service.name": "laminar-relay", "relay": parts.config.name}))
-    export_metrics(provider.get_meter("laminar.relay"), parts, data)
+    provider = MeterProvider([reader], Resource({"service.name": "laminar-relay", "relay": sources.parts.config.name}))
+    export_metrics(provider.get_meter("laminar.relay"), sources)
     try:
         server, thread = start_http_server(port, host)
     except OSError as error:

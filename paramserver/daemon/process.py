@@ -20,10 +20,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paramserver.config import RelayConfig
-from paramserver.core.records import Member, RegisteredEngine
+from paramserver.core.records import Member
 from paramserver.daemon.access import AccessInterceptor, check_serves, server_credentials
+from paramserver.daemon.engines import open_engine_ports, registered
 from paramserver.daemon.health import Health, report_health
-from paramserver.daemon.metrics import export_metrics, serve_metrics
+from paramserver.daemon.metrics import Sources, export_metrics, serve_metrics
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.provider import SnapshotProvider
 from paramserver.daemon.service import RelayService
@@ -156,11 +157,11 @@ async def relay_process(
         if socket_path is not None:
             data.serve_unix(socket_path, group=_group(config))
 
+        ports = await open_engine_ports(config, credentials, stack)
+
         await lease.take()
         stack.push_async_callback(lease.leave)
-        lease.holdings.register(
-            [RegisteredEngine(e.name(config.name), e.kind, e.url, grpc_address) for e in config.engines]
-        )
+        lease.holdings.register(registered(config, ports, grpc_address))
 
         await parts.relay.refresh()
         spilled = spill.manifests() if spill is not None else []
@@ -172,19 +173,19 @@ async def relay_process(
         life = asyncio.ensure_future(parts.run())
         stack.push_async_callback(_end, life, parts)
 
-        service = RelayService(parts, data_address=data_address, publish_socket=socket_path)
+        in_front = list(ports.values())
+        service = RelayService(parts, data_address=data_address, publish_socket=socket_path, engine_ports=in_front)
         checks = await _add_services(server, service)
         found_healthy = Health()
         health_task = asyncio.ensure_future(report_health(checks, SERVICE, found_healthy, lambda: lease.name_taken))
         stack.push_async_callback(_cancel, health_task)
         addresses = {"grpc": grpc_address, "data": data_address, "name": config.name}
         if config.metrics_port is not None:
-            addresses["metrics"], stop_metrics = serve_metrics(
-                config.host, config.metrics_port, parts, data, found_healthy
-            )
+            sources = Sources(parts, data, in_front)
+            addresses["metrics"], stop_metrics = serve_metrics(config.host, config.metrics_port, sources, found_healthy)
             stack.push_async_callback(asyncio.to_thread, stop_metrics)
         if telemetry.meter is not None:
-            export_metrics(telemetry.meter, parts, data)
+            export_metrics(telemetry.meter, Sources(parts, data, in_front))
         await server.start()
         stack.push_async_callback(server.stop, DRAIN_S)
         stack.callback(parts.end_streams)

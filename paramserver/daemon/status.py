@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from paramserver.core.records import Epoch, Sealed
 from paramserver.core.versions import ModelVersions
 from paramserver.daemon.parts import RelayParts
+from paramserver.data.engine_ports import EnginePort, EnginePortStatistics
 from protos.access.credentials import Credentials
 from protos.laminar.v1 import relay_pb2 as pb
 
@@ -15,7 +16,8 @@ from protos.laminar.v1 import relay_pb2 as pb
 class StatusReport:
     """Reads the state of the relay's parts and owns none."""
 
-    def __init__(self, parts: RelayParts, *, data_address: str) -> None:
+    def __init__(self, parts: RelayParts, *, data_address: str, engine_ports: Sequence[EnginePort] = ()) -> None:
+        self._engine_ports = engine_ports
         self._config, self._data_address, self._credentials = parts.config, data_address, parts.credentials
         self._lease, self._view = parts.lease, parts.lease.view
         self._pool, self._pins, self._fetches = parts.store.pool, parts.pins, parts.fetches
@@ -51,6 +53,7 @@ class StatusReport:
             continues=sorted(self._view.continues),
             insecure=self._config.insecure,
             access=_access_message(self._credentials) if self._credentials is not None else None,
+            engine_ports=[_engine_port_message(port.statistics()) for port in self._engine_ports],
         )
 
     def _model(self, model: str) -> pb.ModelStatus:
@@ -108,6 +111,18 @@ def _access_message(credentials: Credentials) -> pb.Access:
         cas=material.cas,
         num_fleet_keys=len(material.fleet_keys),
         failure=credentials.failure,
+    )
+
+
+def _engine_port_message(found: EnginePortStatistics) -> pb.EnginePort:
+    return pb.EnginePort(
+        engine=found.engine,
+        url=found.url,
+        target=found.target,
+        open=found.open,
+        handshakes=found.handshakes,
+        accepted=found.accepted,
+        refused={str(reason): times for reason, times in found.refused.items()},
     )
 
 

@@ -14,13 +14,12 @@ Invariants:
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -38,8 +37,8 @@ from paramserver.core.handshake import (
 from paramserver.data import frames
 from paramserver.data.frames import Greeting, Kind, LinkBroken
 from protos.access.credentials import CREDENTIALS_VARIABLE, FLEET_KEYS_MAX, Credentials, Material
-from protos.access.fleet import Identity, identity_of
-from protos.errors import Conflict, Forbidden, InvalidRequest, LaminarError, Unauthenticated
+from protos.access.tls import new_context, peer_of
+from protos.errors import Conflict, Forbidden, LaminarError, Unauthenticated
 
 MAGIC = b"LMA1"
 HELLO_BYTES_MAX = 1 << 10
@@ -138,7 +137,7 @@ class DataAccess:
         except OSError as error:
             raise LinkBroken(f"no TLS with {address}: {_reason(error)}") from error
         try:
-            if (role := _peer(wrapped).role) != "relay":
+            if (role := peer_of(wrapped).role) != "relay":
                 raise LinkBroken(f"{address} has the certificate of a {role}, not of a relay")
         except BaseException:
             wrapped.close()
@@ -238,7 +237,9 @@ class DataAccess:
         """That of the credentials as they are now."""
         material, known = self._credentials.material, self._contexts.get(serving)
         if known is None or known[0] is not material:
-            known = self._contexts[serving] = (material, _new_context(material, serving=serving))
+            context = new_context(material, serving=serving)
+            context.sslsocket_class = TlsSocket
+            known = self._contexts[serving] = (material, context)
         return known[1]
 
 
@@ -269,40 +270,12 @@ def _sealed(sock: socket.socket, *, sends: bytes, receives: bytes) -> socket.soc
     return SealedSocket(sock, sends=sends[:KEY_BYTES], receives=receives[:KEY_BYTES])
 
 
-def _new_context(material: Material, *, serving: bool) -> ssl.SSLContext:
-    """TLS 1.3 alone: both ends are this program."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.sslsocket_class = TlsSocket
-    if serving:
-        context.num_tickets = 0  # they would come as bytes that nobody waits for
-    context.load_verify_locations(cadata=material.ca.decode("ascii"))
-    fd = os.memfd_create("laminar-certificate", os.MFD_CLOEXEC)  # the library reads files alone
-    try:
-        os.write(fd, material.certificate + b"\n" + material.key)
-        context.load_cert_chain(f"/proc/self/fd/{fd}")
-    finally:
-        os.close(fd)
-    return context
-
-
-def _peer(sock: socket.socket) -> Identity:
-    """Whose certificate the other end of a TLS connection has."""
-    assert isinstance(sock, ssl.SSLSocket)
-    names: Iterable[tuple[str, str]] = (sock.getpeercert() or {}).get("subjectAltName", ())  # type: ignore[assignment]
-    try:
-        return identity_of(value for kind, value in names if kind == "URI")
-    except InvalidRequest as error:
-        raise Unauthenticated(error.message, hint=error.hint) from error
-
-
 def check_greeting(sock: socket.socket, greeting: Greeting, address: str) -> None:
     """Raises unless a greeting that was proven is meant for the relay at `address`, and its sender may do what it says:
     by the certificate of its connection, where that has one."""
     if greeting.to != address:
         raise Conflict(f"a greeting for the relay at {greeting.to!r} came to {address}")
-    if isinstance(sock, TlsSocket) and (reason := data_refusal(greeting.purpose, _peer(sock))):
+    if isinstance(sock, TlsSocket) and (reason := data_refusal(greeting.purpose, peer_of(sock))):
         raise Forbidden(reason)
 
 

@@ -21,7 +21,7 @@ FLEET_PURPOSE: Mapping[FleetRole, str] = {
     "relay": "`paramserver serve`: the only role whose certificates serve, and that passes weights on",
     "trainer": "`Publisher`: publishes versions, and reads them",
     "engine-host": "what runs beside an engine: pins versions, reads them, and reports loads",
-    "gateway": "`gateway serve`: watches versions, pins them for engines, and reports loads",
+    "gateway": "`gateway serve`: watches versions, pins them for engines, reports loads, and calls engines",
     "admin": "the operator: drains, adopts and drops, and whatever the others may",
     "reader": "looks: status, versions and metrics, and no weights",
 }

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import functools
+import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +32,9 @@ from paramserver.data.transport import Source
 from protos.access.credentials import CREDENTIALS_VARIABLE, Credentials
 from protos.access.fleet import Identity
 from protos.errors import LaminarError
+from tests.support.engine_port import RawEngine, address_of, asked, echo
 from tests.support.fleet_credentials import authority_of, write_holder
-from tests.support.relays import Relays
+from tests.support.relays import Relays, until
 from tests.support.secured_relay import client_context, in_thread
 from tests.support.weights import source_of, weights
 
@@ -43,10 +46,12 @@ FETCH = Greeting("fetch", MODEL, 1, "stranger")
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A relay at `address`, its port for bytes at `data`, and its fleet; `scratch` is for strangers' credentials."""
+    """A relay at `address`, its port for bytes at `data`, its port in front of an engine at `engine`, and its fleet;
+    `scratch` is for strangers' credentials."""
 
     address: str
     data: str
+    engine: str
     fleet: Path
     scratch: Path
 
@@ -159,6 +164,52 @@ async def greeting_is_oversized(scene: Scene) -> str:
     )
 
 
+async def engine_in_the_clear(scene: Scene) -> str:
+    return await _at_the_engine(scene, functools.partial(_in_the_clear, scene.engine))
+
+
+async def engine_without_certificate(scene: Scene) -> str:
+    return await _at_the_engine(scene, lambda: asked(scene.engine, None, scene.fleet))
+
+
+async def engine_by_a_foreigner(scene: Scene) -> str:
+    issuer = Authority.new(datetime.datetime.now(datetime.UTC))
+    holder = scene.stranger("foreign-at-engine", issuer)
+    return await _at_the_engine(scene, lambda: asked(scene.engine, holder, scene.fleet))
+
+
+async def engine_by_a_trainer(scene: Scene) -> str:
+    return await _at_the_engine(scene, lambda: asked(scene.engine, scene.fleet / "trainer", scene.fleet))
+
+
+async def engine_by_an_engine_host(scene: Scene) -> str:
+    return await _at_the_engine(scene, lambda: asked(scene.engine, scene.fleet / "engine-host", scene.fleet))
+
+
+async def _at_the_engine(scene: Scene, ask: Callable[[], str]) -> str:
+    """What became of a request, and by what the relay counts it as refused."""
+
+    async def counted() -> Mapping[str, int]:
+        async with scene.client("reader") as client:
+            return (await client.status()).engine_ports[0].refused
+
+    before = await counted()
+    if await asyncio.to_thread(ask) == "served":
+        return "served"
+
+    async def grown() -> list[str]:
+        return [reason for reason, times in (await counted()).items() if times > before[reason]]
+
+    [reason] = await until(grown, "the relay has counted it")
+    return f"the connection ends, and counts as refused by `{reason}`"
+
+
+def _in_the_clear(url: str) -> str:
+    with socket.create_connection(address_of(url), timeout=60.0) as sock:
+        sock.sendall(b"POST /collective_rpc HTTP/1.1\r\nHost: engine\r\nContent-Length: 0\r\n\r\n")
+        return "served" if b"HTTP/1" in sock.recv(1 << 10) else "closed"
+
+
 def _greeted(scene: Scene, greeting: Greeting, access: DataAccess | None) -> str:
     with pytest.raises(LaminarError) as refused:
         TcpLink(Source("a", scene.data), greeting, silence_s=60.0, access=access).close()
@@ -208,19 +259,32 @@ ATTEMPTS: dict[str, Attempt] = {
     "a greeting with the proof of an earlier connection": greeting_is_replayed,
     "a greeting whose model was changed on its way": greeting_is_changed,
     "a greeting that is too long": greeting_is_oversized,
+    "an engine, in the clear": engine_in_the_clear,
+    "an engine, without a certificate": engine_without_certificate,
+    "an engine, with an administrator's certificate of another CA": engine_by_a_foreigner,
+    "a trainer calls an engine": engine_by_a_trainer,
+    "what runs beside an engine calls another host's": engine_by_an_engine_host,
 }
 
 
 @pytest.fixture
 async def scene(relays: Relays, fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.delenv(CREDENTIALS_VARIABLE, raising=False)
-    daemon = await asyncio.to_thread(relays.start, "a", "--credentials", str(fleet / "relay"))
-    found = Scene(daemon.ready["grpc"], daemon.ready["data"], fleet, tmp_path)
-    async with found.client("trainer") as trainer:
-        await (await publish(trainer, MODEL, source_of(weights(1)), step=1, run="r")).wait_sealed(60.0)
-    yield found
-    async with found.client("reader") as reader:
-        assert [one.version for one in await reader.versions(MODEL)] == [1], "it serves as before"
+    async with RawEngine(echo) as engine:
+        flags = ("--credentials", str(fleet / "relay"), f"--engine=embedded={engine.url}")
+        daemon = await asyncio.to_thread(relays.start, "a", *flags)
+        async with RelayClient(
+            daemon.ready["grpc"], timeout_s=60.0, credentials=Credentials(fleet / "reader")
+        ) as reader:
+            [port] = (await reader.status()).engine_ports
+        found = Scene(daemon.ready["grpc"], daemon.ready["data"], port.url, fleet, tmp_path)
+        async with found.client("trainer") as trainer:
+            await (await publish(trainer, MODEL, source_of(weights(1)), step=1, run="r")).wait_sealed(60.0)
+        yield found
+        async with found.client("reader") as reader:
+            assert [one.version for one in await reader.versions(MODEL)] == [1], "it serves as before"
+        assert engine.connections == 0, "the engine has heard of nobody"
+        assert await asyncio.to_thread(asked, port.url, fleet / "gateway", fleet) == "served"
 
 
 async def test_the_page_has_what_each_attempt_is_answered(scene: Scene) -> None:

@@ -390,7 +390,7 @@ def _check(world: World, requests: list[Request], pool: PartialResponsePool) -> 
         raise Violation(f"seed {world.seed}: {'; '.join(wrong)}")
 
 
-async def _never(url: str) -> bool:
+async def _never(url: str, tls: object) -> bool:
     await asyncio.Event().wait()
     return True
 

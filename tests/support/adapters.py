@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gateway.engines.base import AdapterContext, TextCodec
 
 
-def lent(model: str = "policy", tokenizer: TextCodec | None = None, **deadlines: float) -> AdapterContext:
+def lent(model: str = "policy", tokenizer: TextCodec | None = None, **others: Any) -> AdapterContext:
     """The context of an adapter; without a `tokenizer`, as most kinds of engines need none."""
-    return AdapterContext(model=model, tokenizer=tokenizer, **deadlines)
+    return AdapterContext(model=model, tokenizer=tokenizer, **others)

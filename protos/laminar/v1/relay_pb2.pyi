@@ -371,6 +371,7 @@ class StatusReply(_message.Message):
     CONTINUES_FIELD_NUMBER: _builtins.int
     INSECURE_FIELD_NUMBER: _builtins.int
     ACCESS_FIELD_NUMBER: _builtins.int
+    ENGINE_PORTS_FIELD_NUMBER: _builtins.int
     relay: _builtins.str
     """its name"""
     instance: _builtins.str
@@ -416,6 +417,10 @@ class StatusReply(_message.Message):
     def access(self) -> Global___Access:
         """absent: it has no credentials, and asks for none"""
 
+    @_builtins.property
+    def engine_ports(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnginePort]:
+        """in front of engines on its host's loopback; none without credentials"""
+
     def __init__(
         self,
         *,
@@ -438,14 +443,83 @@ class StatusReply(_message.Message):
         continues: _abc.Iterable[_builtins.str] | None = ...,
         insecure: _builtins.bool = ...,
         access: Global___Access | None = ...,
+        engine_ports: _abc.Iterable[Global___EnginePort] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["access", b"access"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "continues", b"continues", "cut_off", b"cut_off", "data_address", b"data_address", "draining", b"draining", "insecure", b"insecure", "instance", b"instance", "members", b"members", "models", b"models", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "store_id", b"store_id", "transfers", b"transfers", "transport", b"transport", "trouble", b"trouble", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "continues", b"continues", "cut_off", b"cut_off", "data_address", b"data_address", "draining", b"draining", "engine_ports", b"engine_ports", "insecure", b"insecure", "instance", b"instance", "members", b"members", "models", b"models", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "store_id", b"store_id", "transfers", b"transfers", "transport", b"transport", "trouble", b"trouble", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class EnginePort(_message.Message):
+    """A port of TLS in front of an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RefusedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    HANDSHAKES_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    engine: _builtins.str
+    """its name"""
+    url: _builtins.str
+    """where gateways call it"""
+    target: _builtins.str
+    """where it listens, on the relay's host"""
+    open: _builtins.int
+    """connections now"""
+    handshakes: _builtins.int
+    """connections that have not yet proven who they are"""
+    accepted: _builtins.int
+    """connections since the start"""
+    @_builtins.property
+    def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """connections since the start, by reason: "handshake", "role", "connections", "engine" """
+
+    def __init__(
+        self,
+        *,
+        engine: _builtins.str = ...,
+        url: _builtins.str = ...,
+        target: _builtins.str = ...,
+        open: _builtins.int = ...,
+        handshakes: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+        refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "engine", b"engine", "handshakes", b"handshakes", "open", b"open", "refused", b"refused", "target", b"target", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnginePort: _TypeAlias = EnginePort  # noqa: Y015
 
 @_typing.final
 class Access(_message.Message):

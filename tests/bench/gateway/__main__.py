@@ -22,6 +22,7 @@ PARTS = {
     "prefix": "tests.bench.gateway.prefix",
     "tools": "tests.bench.gateway.tools",
     "telemetry": "tests.bench.gateway.telemetry",
+    "port": "tests.bench.gateway.engine_port",
 }
 
 

@@ -8,7 +8,16 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from paramserver.core.access import METHODS, OPERATIONS, PURPOSES, data_refusal, hint, refusal
+from paramserver.core.access import (
+    ENGINES,
+    METHODS,
+    OPERATIONS,
+    PURPOSES,
+    data_refusal,
+    engine_refusal,
+    hint,
+    refusal,
+)
 from protos.access.fleet import BYTES_ROLES, FLEET_ROLES, FleetRole, Identity
 from protos.laminar.v1 import relay_pb2
 
@@ -35,7 +44,7 @@ MAY: dict[str, set[FleetRole]] = {
 
 def test_every_method_that_is_served_has_an_operation() -> None:
     assert sorted(METHODS) == sorted(SERVED)
-    assert {*METHODS.values(), *PURPOSES.values()} == {*OPERATIONS}
+    assert {*METHODS.values(), *PURPOSES.values(), ENGINES} == {*OPERATIONS}
 
 
 @pytest.mark.parametrize("name", MAY)
@@ -75,3 +84,10 @@ def test_the_page_has_the_table() -> None:
         assert f"| *{operation.name}*: {operation.what} | {' | '.join(cells)} |" in text
     assert text.count("| *") - text.count("| **") == len(OPERATIONS)
     assert all(f"| `{role}` |" in text for role in FLEET_ROLES)
+
+
+@pytest.mark.parametrize("role", FLEET_ROLES)
+def test_gateways_and_operators_alone_call_engines(role: FleetRole) -> None:
+    reason = engine_refusal(Identity(role, "x"))
+    assert (reason == "") == (role in ("gateway", "admin"))
+    assert not reason or f"{role} x does not allow: call the engines" in reason
