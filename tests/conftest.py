@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 # A slow machine, or a busy one, is no fault of what is tested: pytest's own time limit ends what hangs.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("any-machine"), max_examples=20)  # of `make quick`
 settings.load_profile("any-machine")
 
 # Nor is it one of httpx's: a call that names no timeout has 5 s, less than a busy machine may stand still.
@@ -25,6 +26,7 @@ pytest_plugins = [
     "tests.support.guarded_etcd",
     "tests.support.open_directory",
     "tests.support.ports",
+    "tests.support.quick",
     "tests.support.redis_servers",
     "tests.support.relays",
     "tests.support.unretrieved",

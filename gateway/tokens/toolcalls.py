@@ -97,7 +97,7 @@ class ToolCallParser:
     def _within_run(self, syntax: Syntax) -> bool:
         """Takes what belongs to the call before, and returns whether more of it may come."""
         self._held = self._held.lstrip()
-        if syntax.after and self._held.startswith(syntax.after):
+        while syntax.after and self._held.startswith(syntax.after):  # once more, too: a later chunk may bring it
             self._held = self._held[len(syntax.after) :].lstrip()
         if not self._held or (len(self._held) < len(syntax.after) and syntax.after.startswith(self._held)):
             return True

@@ -14,6 +14,7 @@ from tests.sim.clients import Violation, World, run
 from tests.sim.virtual import Clock, Process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_every_request_has_its_own_turn(first: int) -> None:
     for seed in range(first, first + 10):
@@ -26,6 +27,7 @@ def test_a_seed_that_failed_once(seed: int) -> None:
     assert run(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 10, 20])
 def test_an_answer_whose_last_bytes_take_long_is_no_siblings(first: int) -> None:
     """Written to slow clients, for longer than any retry waits before it comes."""

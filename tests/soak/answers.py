@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.soak.judge import Span
 from tests.support.greedy import stray_of
@@ -44,6 +43,11 @@ class Answers:
         return names or [name for name, tensor in wanted.items() if not _same(tensor, found[name])]
 
     def _model(self, step: int) -> torch.nn.Module:
+        from transformers import (  # here: it takes seconds, and most that import this file use no model
+            AutoConfig,
+            AutoModelForCausalLM,
+        )
+
         if step not in self._models:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model()))  # type: ignore[no-untyped-call]
             model.load_state_dict(weights("llama", "float32", step))

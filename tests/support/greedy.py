@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_model import HEAD_DIM, tiny_model
 
@@ -59,4 +58,6 @@ def check_greedy(
 
 @functools.cache
 def _model(seed: int, head_dim: int) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM  # here: it takes seconds, and most that import this file use no model
+
     return AutoModelForCausalLM.from_pretrained(tiny_model(seed=seed, head_dim=head_dim))

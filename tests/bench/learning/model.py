@@ -12,14 +12,15 @@ import random
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.utils import logging
 
 from tests.bench.learning import task
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 CONTEXT = 512
 STEPS, ROWS, LEARNING_RATE = 250, 8, 4e-3
@@ -43,6 +44,9 @@ def write_model(directory: Path, steps: int = STEPS) -> Path:
     """Writes config, weights and tokenizer into `directory` (created), as `transformers` and engines load them.
     `steps`: of the warm start."""
     directory.mkdir(parents=True)
+    from transformers import AutoModelForCausalLM  # here: it takes seconds, and most that import this file use no model
+    from transformers.utils import logging
+
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)  # two of them wait for each other where the machine is busy
     torch.manual_seed(SEED)
@@ -57,6 +61,8 @@ def write_model(directory: Path, steps: int = STEPS) -> Path:
 
 
 def config() -> LlamaConfig:
+    from transformers import LlamaConfig
+
     return LlamaConfig(
         vocab_size=task.VOCAB,
         hidden_size=64,

@@ -23,8 +23,6 @@ from typing import Any
 import aiohttp
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from tests.bench.learning import task
 from tests.bench.learning.model import expected_reward
@@ -150,6 +148,9 @@ def _steps(directory: Path) -> list[dict[str, Any]]:
 
 def _evaluate(model_dir: Path, versions: Path) -> list[tuple[int, float]]:
     """(step, expected reward) of each version that was written."""
+    from transformers import AutoModelForCausalLM  # here: it takes seconds, and most that import this file use no model
+    from transformers.utils import logging
+
     torch.set_num_threads(1)  # two of them wait for each other where the machine is busy
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)

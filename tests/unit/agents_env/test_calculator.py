@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agents_env.environments.calculator import (
@@ -15,6 +15,7 @@ from agents_env.environments.calculator import (
     calculate,
     format_number,
 )
+from tests.support.quick import examples
 
 
 @pytest.mark.parametrize(
@@ -75,13 +76,13 @@ def check_bounded(text: str) -> None:
     assert max(abs(value.numerator), value.denominator) <= MAGNITUDE_MAX
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.text(max_size=LENGTH_MAX + 10))
 def test_any_text_gives_a_bounded_number_or_a_refusal(text: str) -> None:
     check_bounded(text)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.text(alphabet="0123456789+-*/%() .e_", max_size=LENGTH_MAX))
 def test_text_that_looks_like_arithmetic_is_bounded_as_well(text: str) -> None:
     check_bounded(text)

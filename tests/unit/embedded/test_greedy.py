@@ -13,6 +13,8 @@ from gateway.engines.embedded.engine import Engine
 from tests.support.tiny_model import EOS_ID, Family, tiny_model
 from tests.unit.embedded.helpers import config, ids, prompts, request, run
 
+pytestmark = pytest.mark.slow  # the models of transformers take seconds to import
+
 FAMILIES = ("llama", "qwen2")
 NEW_TOKENS = 32
 

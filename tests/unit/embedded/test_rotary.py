@@ -12,6 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from gateway.engines.embedded.compute.model import ROPE_TYPES, DecoderModel, read_shape
 
+pytestmark = pytest.mark.slow  # the models of transformers take seconds to import
+
 CONTEXT, HEAD_DIM = 256, 16
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_theta": 10_000.0},

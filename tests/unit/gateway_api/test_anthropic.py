@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import anthropic
 import pytest
 
 from gateway.core.types import TurnRequest
@@ -16,6 +15,9 @@ from gateway.tokens import Codec
 from protos.errors import OutOfCapacity, Unavailable
 from tests.support import codecs
 from tests.support.turns import Script, ScriptedTurns, serving
+
+if TYPE_CHECKING:  # the library takes more than a second to import, in each process that collects this
+    import anthropic
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ADD: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
@@ -33,6 +35,8 @@ def says(codec: Codec, *texts: str, **more: Any) -> Callable[[TurnRequest], Scri
 async def client_of(
     turns: ScriptedTurns, codec: Codec | None = None, path: str = "/s/s1", **options: Any
 ) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    import anthropic
+
     async with (
         serving(turns, codec or codecs.tiny()) as url,
         anthropic.AsyncAnthropic(base_url=url + path, api_key="any", max_retries=0, **options) as client,
@@ -265,6 +269,8 @@ async def test_routes_that_are_not_there_answer_in_anthropics_form(
 
 
 async def test_errors_before_and_within_a_stream_reach_the_client() -> None:
+    import anthropic
+
     codec = codecs.tiny()
     script = says(codec, "one two three", error=Unavailable("the engine is gone"), fails_after=3)
     asked: dict[str, Any] = {"model": "policy", "messages": HELLO, "max_tokens": 99}

@@ -6,7 +6,7 @@ import contextlib
 import json
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.calls.history import chat_prompt
@@ -17,6 +17,7 @@ from gateway.core.types import SamplingParams, SessionId
 from gateway.ports import ModelInfo, SessionView
 from protos.errors import InvalidRequest
 from tests.support import codecs
+from tests.support.quick import examples
 
 MODEL = ModelInfo("policy", 2048, 0)
 SCALARS: Any = st.one_of(
@@ -59,7 +60,7 @@ def take_chat(raw: bytes) -> SamplingParams:
     return requests.sampling(body, prompt_tokens=len(prompt.token_ids), model=MODEL, top=0)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(messages=MESSAGES, more=fields(ChatRequest))
 def test_chat_bodies(messages: list[dict[str, Any]], more: dict[str, Any]) -> None:
     raw = json.dumps({"model": "policy", "messages": messages, **more}).encode()
@@ -67,7 +68,7 @@ def test_chat_bodies(messages: list[dict[str, Any]], more: dict[str, Any]) -> No
         assert take_chat(raw).max_tokens >= 1
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(more=fields(CompletionRequest), prompt=st.one_of(JSON, st.lists(st.integers(-1, 600), max_size=3)))
 def test_completion_bodies(more: dict[str, Any], prompt: Any) -> None:
     with contextlib.suppress(InvalidRequest):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.calls.history import Prompt, chat_prompt, head
@@ -31,6 +31,7 @@ from gateway.core.types import (
 from gateway.ports import SessionView
 from gateway.tokens import Codec, ReasoningParser, ToolCallParser
 from tests.support import codecs
+from tests.support.quick import examples
 
 CODECS = [codecs.tiny, codecs.llama3, codecs.qwen25, codecs.qwen3, codecs.smollm2]
 REASONS = (codecs.qwen3,)
@@ -139,7 +140,7 @@ def parsed(codec: Codec, prompt_ids: list[int], said: list[int], *, tools: bool)
     return message
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(data=st.data(), tools=st.booleans(), letters=st.booleans())
 @pytest.mark.parametrize("make", CODECS)
 def test_what_is_bridged_is_what_the_template_writes(
@@ -164,7 +165,7 @@ def test_what_is_bridged_is_what_the_template_writes(
         ]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data(), tools=st.booleans(), keep=st.booleans(), mode=st.sampled_from(["record", "template"]))
 @pytest.mark.parametrize("make", REASONS)
 def test_reasoning_stays_in_the_record_or_follows_the_template(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.errors import BadField, RefusedField
 from gateway.api.responses.items import input_messages
 from gateway.ports import Message
 from gateway.tokens.bridge import comparable
+from tests.support.quick import examples
 
 TEXT = {"type": "message", "role": "assistant", "id": "m", "status": "completed"}
 THOUGHT = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
@@ -68,7 +69,7 @@ ITEMS: Any = st.lists(
 
 
 @given(ITEMS)
-@settings(max_examples=300)
+@examples(300)
 def test_whatever_is_sent_is_taken_or_refused_by_name(items: list[Any]) -> None:
     messages, refused = attempted(items)
     assert refused is None or refused.startswith("input")

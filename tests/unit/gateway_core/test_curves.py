@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.curves import GAP_TOKENS, KV_MAX, KV_MIN, SPAN_MIN, DecodeCurve, Gaps, KvCeiling
 from tests.bench.repack.trace import decode_ms
+from tests.support.quick import examples
 
 
 def learnt(batches: list[int], *, noise: float = 0.0, scale: float = 1.0, tokens: int = 200) -> DecodeCurve:
@@ -65,7 +66,7 @@ def test_what_an_engine_became_is_learnt_again() -> None:
     ),
     st.integers(1, 99),
 )
-@settings(max_examples=100)
+@examples(100)
 def test_whatever_is_seen_b_stays_within_its_bounds(seen: list[tuple[int, int, float]], configured: int) -> None:
     curve = DecodeCurve()
     for batch, tokens, seconds in seen:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.engine_views import NOTHING, SessionLoad, engine_views, steady, weigh
 from gateway.core.fleet import TurnLoad
 from gateway.core.lengths import SEEN_MIN, TurnLengths
 from gateway.core.types import EngineName, SessionId, TurnId
+from tests.support.quick import examples
 from tests.unit.gateway_core.helpers import engine, fleet
 
 TURN = st.builds(
@@ -37,7 +38,7 @@ def learnt(num: int) -> TurnLengths:
 
 
 @given(st.lists(st.lists(TURN, max_size=4), min_size=1, max_size=6), st.sampled_from([0, SEEN_MIN]))
-@settings(max_examples=200)
+@examples(200)
 def test_an_engine_weighs_what_its_sessions_weigh(engines: list[list[TurnLoad]], ended: int) -> None:
     nums = np.array([len(turns) for turns in engines])
     loads = [turn for turns in engines for turn in turns]

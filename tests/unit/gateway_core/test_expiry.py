@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.endings import Finish, Unrewarded
 from gateway.core.expiry import REFUSED_IDLE_S, crowding, why_over
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SamplingParams, SessionId, TurnId, TurnRequest
+from tests.support.quick import examples
 from tests.unit.gateway_core.helpers import session
 
 LIMITS: Any = {"idle_s": 60.0, "reward_window_s": 600.0}
@@ -70,7 +71,7 @@ AGE_S = st.floats(0, 1000)
 
 
 @given(AGE_S, st.none() | AGE_S, FLAGS, st.sampled_from(["live", "finished", "abandoned"]), st.none() | AGE_S)
-@settings(max_examples=300)
+@examples(300)
 def test_whatever_it_is_each_reason_is_true_and_none_is_passed_over(
     touched_s: float, deadline: float | None, how: dict[str, bool], phase: str, reward_until: float | None
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.fleet import (
@@ -19,6 +19,7 @@ from gateway.core.intake import intake_changes
 from gateway.core.order import Pool
 from gateway.core.refresh import LOAD_TRIES, RefreshDecision, load_failed, refresh_decisions
 from gateway.core.types import SessionId, Version
+from tests.support.quick import examples
 from tests.unit.gateway_core.helpers import engine, fleet
 
 STATUSES: tuple[EngineStatus, ...] = get_args(EngineStatus)
@@ -393,7 +394,7 @@ def engines(draw: st.DrawFn) -> list[EngineState]:
 
 
 @given(engines(), st.lists(st.integers(1, 4), max_size=4))
-@settings(max_examples=150)
+@examples(150)
 def test_whatever_the_fleet_only_empty_engines_go_and_no_held_version_is_left(
     engines: list[EngineState], versions: list[int]
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.engine_views import SessionLoad, weigh
@@ -14,6 +14,7 @@ from gateway.core.fleet import TurnLoad
 from gateway.core.lengths import KEPT, SEEN_MIN, TurnLengths
 from gateway.core.types import SessionId, TurnId
 from tests.bench.repack.trace import lengths
+from tests.support.quick import examples
 from tests.unit.gateway_core.scanned_lengths import turn_load
 
 
@@ -53,7 +54,7 @@ EXPECTED = st.just(0) | st.integers(1, 9000) | st.just(2**53 - 1)
 
 
 @given(LENGTHS, TOKENS, st.integers(1, 6000), TOKENS, EXPECTED)
-@settings(max_examples=200)
+@examples(200)
 def test_expectations_stay_within_what_can_be(
     values: list[int], generated: int, left: int, further: int, expected: int
 ) -> None:
@@ -65,13 +66,13 @@ def test_expectations_stay_within_what_can_be(
 
 
 @given(st.lists(st.integers(1, 5000), max_size=300), st.integers(1, 9000), st.integers(1, 20_000))
-@settings(max_examples=200)
+@examples(200)
 def test_a_turn_that_begins_is_as_long_as_its_client_expects(values: list[int], expected: int, left: int) -> None:
     assert learnt(values).remaining(0, left, expected) == min(left, expected)
 
 
 @given(LENGTHS, TOKENS, TOKENS, TOKENS, st.integers(1, 6000))
-@settings(max_examples=200)
+@examples(200)
 def test_a_turn_that_outlived_what_was_expected_is_as_any_other(
     values: list[int], expected: int, more: int, further: int, left: int
 ) -> None:
@@ -81,7 +82,7 @@ def test_a_turn_that_outlived_what_was_expected_is_as_any_other(
 
 
 @given(st.lists(st.integers(1, 999), min_size=SEEN_MIN, max_size=60), st.integers(1, 8), st.data(), TOKENS)
-@settings(max_examples=200)
+@examples(200)
 def test_a_turn_of_so_many_times_the_length_has_a_tail_of_so_many_times_the_length(
     drawn: list[int], times: int, data: st.DataObject, further: int
 ) -> None:
@@ -123,7 +124,7 @@ TURNS = st.tuples(TOKENS, st.integers(1, 500), st.integers(0, 6000), st.booleans
 
 
 @given(LENGTHS, st.lists(TURNS, min_size=1, max_size=20))
-@settings(max_examples=200)
+@examples(200)
 def test_many_turns_at_once_weigh_what_each_weighs(values: list[int], drawn: list[Any]) -> None:
     generated, prompts, left, ends, expected = map(list, zip(*drawn, strict=True))
     tokens = [a + b for a, b in zip(generated, prompts, strict=True)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.fleet import FleetState
 from gateway.core.scheduler import Admission, Demand, Refusals, Wait, place
 from gateway.core.types import EngineName, GroupId, Version
+from tests.support.quick import examples
 from tests.unit.gateway_core.helpers import engine, fleet, session
 
 DEMANDS = st.builds(
@@ -42,7 +43,7 @@ def some_fleet(open_: bool, full: int) -> FleetState:
 
 
 @given(st.lists(DEMANDS, max_size=12), st.booleans(), st.integers(0, 2), st.booleans())
-@settings(max_examples=200)
+@examples(200)
 def test_the_same_as_asking_for_each(demands: list[Demand], open_: bool, full: int, stop: bool) -> None:
     state, refusals = some_fleet(open_, full), Refusals()
     admission = Admission(5, 5, 1 if stop else None, 0)

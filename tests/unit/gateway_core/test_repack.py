@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from gateway.core import repack
@@ -29,6 +29,7 @@ from gateway.core.repack import (
     whole,
 )
 from gateway.core.types import EngineName, SessionId, TurnId, Version
+from tests.support.quick import examples
 from tests.unit.gateway_core import scanned_repack
 
 NEWEST = Version(4)
@@ -329,7 +330,7 @@ def every_engine_is_told_of(engines: dict[str, EngineView], found: Plan, config:
     ],
 )
 @given(fleets(), CONFIGS)
-@settings(max_examples=100)
+@examples(100)
 def test_in_every_plan(check: Check, engines: list[EngineView], config: RepackConfig) -> None:
     plans = plan_repack(engines, NEWEST, config, seed=3)
     versions = [p.version for p in plans]
@@ -341,7 +342,7 @@ def test_in_every_plan(check: Check, engines: list[EngineView], config: RepackCo
 
 
 @given(st.lists(st.sampled_from([40, 60]), min_size=2, max_size=6), st.integers(0, 99))
-@settings(max_examples=50)
+@examples(50)
 def test_the_same_seed_gives_the_same_plan(tokens: list[int], seed: int) -> None:
     engines = [view(f"e{i}", turn(n)) for i, n in enumerate(tokens)]
     once, again = (listed(plan_repack(engines, NEWEST, CONFIG, seed=seed)) for _ in range(2))
@@ -349,7 +350,7 @@ def test_the_same_seed_gives_the_same_plan(tokens: list[int], seed: int) -> None
 
 
 @given(fleets(), CONFIGS, st.randoms(use_true_random=False))
-@settings(max_examples=50)
+@examples(50)
 def test_the_order_in_which_engines_are_named_changes_nothing(
     engines: list[EngineView], config: RepackConfig, rng: random.Random
 ) -> None:
@@ -414,7 +415,7 @@ WAITING = st.builds(lambda tokens: SessionLoad(SessionId(f"s-{next(TURNS)}"), No
     CONFIGS,
     st.integers(0, 3),
 )
-@settings(max_examples=300)
+@examples(300)
 def test_plans_are_those_of_a_try_of_every_engine(engines: list[Any], config: RepackConfig, seed: int) -> None:
     views = [
         view(f"e{i:02d}", *sessions, inbound=tuple(coming), capacity=kv, batch_max=batch_max, kv_max=kv_max, **odd)

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.fleet import EngineState, FleetState
 from gateway.core.scheduler import Admission, Demand, Placement, Wait, admit, place
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, GroupId, Version
+from tests.support.quick import examples
 from tests.unit.gateway_core.helpers import engine, fleet, session
 
 FREE = Admission(running=0, buffered=0, reader_batch=None, staleness_max=0)
@@ -269,7 +270,7 @@ ENGINES = st.lists(
 
 
 @given(ENGINES, st.sampled_from([None, 1, 2, 3]), st.sampled_from(["", "e0", "e1"]), st.integers(1, 600))
-@settings(max_examples=200)
+@examples(200)
 def test_whatever_the_fleet_a_place_has_room_and_a_version_changes_only_when_lost(
     drawn: list[tuple[str, int, list[int], bool]], version: int | None, on: str, prompt: int
 ) -> None:

@@ -17,6 +17,7 @@ from gateway.core.tree import PathRecord
 from gateway.core.types import SamplingParams, SessionId, TurnId, TurnRecord, TurnRequest
 from protos.errors import Conflict, OutOfCapacity
 from protos.trajectories import Segment, Trajectory
+from tests.support.quick import examples
 from tests.unit.gateway_core.helpers import session
 
 TURNS = itertools.count()
@@ -399,4 +400,4 @@ class SessionLife(RuleBasedStateMachine):
 
 
 TestSessionLife = SessionLife.TestCase
-TestSessionLife.settings = settings(max_examples=60, stateful_step_count=20)
+TestSessionLife.settings = settings(examples(60), stateful_step_count=20)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gateway.core.fleet import FleetState, Wanted
@@ -24,6 +24,7 @@ from gateway.core.types import (
     Version,
     VersionPolicy,
 )
+from tests.support.quick import examples
 from tests.unit.gateway_core.helpers import engine, fleet, session
 
 FREE = Admission(running=0, buffered=0, reader_batch=None, staleness_max=0)
@@ -277,7 +278,7 @@ SOME = st.lists(st.tuples(VERSIONS, st.booleans(), st.sampled_from(["serving", "
 
 
 @given(SOME, VERSIONS, st.none() | VERSIONS, st.integers(0, 4), st.none() | VERSIONS, st.sampled_from(POLICIES))
-@settings(max_examples=300)
+@examples(300)
 def test_whatever_the_fleet_a_session_is_within_its_bounds(
     drawn: list[tuple[int, bool, str]],
     grouped: int,

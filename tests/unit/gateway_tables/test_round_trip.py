@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.tables import writer
@@ -20,6 +20,7 @@ from gateway.tables.writer import TableWriter
 from protos import packed
 from protos.packed import Offer
 from protos.trajectories import SampledWith, Segment, Trajectory, VersionChange
+from tests.support.quick import examples
 from tests.unit.gateway_store.test_experience import trajectory
 
 KEPT_FOR = KeptFor("policy", "digest")
@@ -126,7 +127,7 @@ def read(path: Path) -> list[list[Trajectory]]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(st.lists(sessions(), max_size=3, unique_by=lambda leaves: leaves[0].session_id))
 def test_what_is_read_is_what_was_written(found: list[list[Trajectory]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

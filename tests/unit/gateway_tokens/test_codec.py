@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from gateway.tokens import Codec
 from gateway.tokens.template import ChatTemplate
@@ -35,6 +34,8 @@ def test_a_vocabulary_is_told_from_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_rendering_equals_transformers(tools: list[dict[str, Any]] | None, add_generation_prompt: bool) -> None:
+    from transformers import AutoTokenizer
+
     theirs = AutoTokenizer.from_pretrained(tiny_model())
     expected = theirs.apply_chat_template(
         CHAT, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
@@ -43,6 +44,8 @@ def test_rendering_equals_transformers(tools: list[dict[str, Any]] | None, add_g
 
 
 def test_smollm2_renders_as_transformers() -> None:
+    from transformers import AutoTokenizer
+
     codec = codecs.smollm2()
     theirs = AutoTokenizer.from_pretrained(codecs.SMOLLM2)
     chat = CHAT[:2]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gateway.tokens import Codec
 from gateway.tokens.stream import WINDOW_MAX, StreamDecoder
 from tests.support import codecs
+from tests.support.quick import examples
 
 TEXTS = st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from("aé€😀 \n中")), max_size=40)
 
@@ -27,7 +28,7 @@ def pieces(codec: Codec, token_ids: list[int], cuts: list[int], **kwargs: object
     return [*out, decoder.finish().text]
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(text=TEXTS, cuts=st.lists(st.integers(1, 5), max_size=10))
 @pytest.mark.parametrize("make", [codecs.tiny, codecs.llama3, codecs.sentencepiece])
 def test_deltas_join_to_the_whole_and_none_is_torn(make: object, text: str, cuts: list[int]) -> None:
@@ -39,7 +40,7 @@ def test_deltas_join_to_the_whole_and_none_is_torn(make: object, text: str, cuts
     assert not any("\ufffd" in delta for delta in deltas)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(ids=st.lists(st.integers(3, 511), max_size=30), cuts=st.lists(st.integers(1, 5), max_size=10))
 def test_any_ids_read_as_tokenizers_reads_them(ids: list[int], cuts: list[int]) -> None:
     codec = codecs.tiny()
@@ -54,7 +55,7 @@ def test_a_sentencepiece_vocabulary_reads_alike_token_by_token(ids: list[int]) -
     assert "".join(pieces(codec, ids, [], show_special=True)) == codec.decode(ids)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     text=st.text(alphabet="abé.", max_size=30),
     stops=st.lists(st.text(alphabet="abé.", min_size=1, max_size=4), min_size=1, max_size=3),

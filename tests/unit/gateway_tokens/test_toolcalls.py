@@ -220,6 +220,13 @@ def test_calls_do_not_depend_on_the_chunks(form: ToolFormat, data: st.DataObject
         assert content == text
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_the_end_of_a_run_written_twice_belongs_to_it(size: int) -> None:
+    text = f"{RUN}{V3}{END}{END}"
+    content, calls, _ = run("deepseek", [text[i : i + size] for i in range(0, len(text), size)])
+    assert (content, len(calls)) == ("", 1)
+
+
 def test_mistrals_ids_are_as_its_template_wants_them() -> None:
     assert ToolCallParser("mistral").call_id("0123456789abcdef") == "012345678"
     assert ToolCallParser("hermes").call_id("0123456789abcdef") == "call_0123456789abcdef"

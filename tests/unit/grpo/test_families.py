@@ -14,6 +14,8 @@ from deploy.demo.training.policy import Policy
 from tests.support.trajectories import make_trajectory
 from trainer_client import Packed, pack
 
+pytestmark = pytest.mark.slow  # the models of transformers take seconds to import
+
 VOCABULARY = 64
 
 

@@ -16,6 +16,8 @@ from tests.support.tiny_model import VOCAB, tiny_model
 from tests.support.trajectories import make_trajectory
 from trainer_client import Packed, pack
 
+pytestmark = pytest.mark.slow  # the models of transformers take seconds to import
+
 
 def settings(**changes: object) -> Settings:
     return Settings(relay="", gateway="", model_dir=Path(), out=Path(), **changes)  # type: ignore[arg-type]

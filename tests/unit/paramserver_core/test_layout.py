@@ -6,13 +6,14 @@ import json
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.numpy import save
 
 from paramserver.core.layout import DTYPES, INDEX_NAME, FileLayout, TensorSpec, check_step, plan_layout
 from protos.errors import InvalidRequest, UnsupportedField
+from tests.support.quick import examples
 
 NUMPY = {
     "U64": "uint64",
@@ -53,7 +54,7 @@ def assemble(file: FileLayout, contents: dict[str, bytes]) -> bytes:
     return bytes(body)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(specs, st.one_of(st.none(), st.just({"format": "pt"})))
 def test_equals_what_safetensors_writes(tensors: list[TensorSpec], metadata: dict[str, str] | None) -> None:
     import numpy as np

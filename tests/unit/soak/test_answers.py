@@ -11,6 +11,8 @@ from tests.soak.judge import Span
 from tests.support.greedy import transformers_greedy
 from tests.support.tiny_model import write_weights
 
+pytestmark = pytest.mark.slow  # the models of transformers take seconds to import
+
 PROMPT = (5, 6, 7, 8)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from aiohttp import web
@@ -18,13 +18,14 @@ from tests.support.secured_relay import secured
 OPEN_TO_ANYBODY, AWAY = web.HTTPOk, web.HTTPServiceUnavailable
 
 
-@pytest.fixture
-async def access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Access:
-    """Made by the commands that a soak runs."""
-    monkeypatch.delenv(CREDENTIALS_VARIABLE, raising=False)
-    access = Access(tmp_path)
-    await access.make({"relay-1": "127.0.1.1"}, ["gateway-1"])
-    return access
+@pytest.fixture(scope="module")
+def access(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
+    """Made by the commands that a soak runs, once: nothing here changes it."""
+    access = Access(tmp_path_factory.mktemp("access"))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv(CREDENTIALS_VARIABLE, raising=False)
+        asyncio.run(access.make({"relay-1": "127.0.1.1"}, ["gateway-1"]))
+        yield access
 
 
 async def tried(access: Access, answer: type[web.HTTPException]) -> Judge:

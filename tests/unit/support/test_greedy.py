@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.greedy import check_greedy, first_stray, transformers_greedy
 
+pytestmark = pytest.mark.slow  # the models of transformers take seconds to import
+
 PROMPT = (7, 8, 9)
 COUNT = 40
 
