@@ -43,7 +43,7 @@ def test_an_engine_is_named_after_its_relay_and_port() -> None:
 def test_what_is_no_engine_is_told_the_form(text: str) -> None:
     with pytest.raises(InvalidRequest, match="is not KIND=URL") as error:
         EngineBeside.parse(text)
-    assert error.value.hint == "such as vllm=http://engines-0:8000"
+    assert error.value.hint == "such as vllm=http://127.0.0.1:8000@8443"
 
 
 def test_an_unknown_kind_is_told_the_known_ones() -> None:
