@@ -44,7 +44,7 @@ async def test_without_a_terminal_or_a_gateway_it_says_so(tmp_path: Path) -> Non
     assert "add --once" in told.output
     nobody = await asyncio.to_thread(CliRunner().invoke, cli, ["top", "--once", "--url", "http://127.0.0.1:9"])
     assert nobody.exit_code == 1
-    assert "no gateway answers at http://127.0.0.1:9" in nobody.output
+    assert "no gateway answers at http://127.0.0.1:9: Connection refused (" in nobody.output
     wrong = await asyncio.to_thread(CliRunner().invoke, cli, ["top", "--once", "--url", "here"])
     assert "is no gateway's address" in wrong.output
     async with ScriptedEngine("e0") as e0:
