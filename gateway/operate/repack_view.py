@@ -88,7 +88,9 @@ def refused(status: int, message: str) -> Unauthenticated | Forbidden:
 def why_unreachable(error: Exception) -> str:
     """The reason of the operating system, which aiohttp wraps into its own words for a connection."""
     number = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
-    return os.strerror(number) if number in errno.errorcode else str(error) or type(error).__name__
+    if number is not None and number in errno.errorcode:  # the resolver has numbers of its own
+        return os.strerror(number)
+    return str(error) or type(error).__name__
 
 
 def _cause(error: Exception) -> str:
