@@ -102,7 +102,7 @@ async def test_a_view_has_the_lines_of_the_terminal_and_no_more(tmp_path: Path) 
 def test_a_narrow_terminal_has_fewer_columns_of_engines_and_none_is_cut() -> None:
     engine = {"name": "e0", "kind": "embedded", "state": "serving", "version": 7, "available": 7, "intake": "open"}
     engine |= {"admitted": 1, "running": 2, "waiting": 0, "kv_usage": 0.5, "dtype": "float32"}
-    for width, columns in ((200, 10), (70, 8), (41, 5), (30, 4)):
+    for width, columns in ((200, 10), (70, 8), (41, 5), (33, 4)):
         table = engines_table([engine], width)
         console = Console(width=width, file=io.StringIO())
         text = "\n".join("".join(part.text for part in line) for line in console.render_lines(table))
