@@ -18,11 +18,12 @@ import uvloop
 
 from gateway.config import GatewayConfig, parse_engine
 from gateway.redis.address import RedisAddress
-from protos.errors import InvalidRequest, LaminarError
+from protos.errors import InvalidRequest, LaminarError, UnsupportedField
 from protos.findings import report_findings
 from protos.options import (
     DIRECTORY,
     LOG_LEVEL,
+    Group,
     Number,
     config_from,
     config_option,
@@ -50,7 +51,7 @@ LAZY = {
 }
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Group):
     """Imports a command's module only when it is called: `serve` must start without torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -148,7 +149,11 @@ def serve(engines: tuple[str, ...], log_level: str, log_format: str, ready_file:
 
 
 def _config(engines: tuple[str, ...], options: dict[str, Any]) -> GatewayConfig:
-    return config_from(GatewayConfig, {**options, "engines": tuple(map(parse_engine, engines))})
+    try:
+        specs = tuple(map(parse_engine, engines))
+    except (InvalidRequest, UnsupportedField) as e:
+        raise click.UsageError(str(e)) from e  # status 2: a supervisor need not try it again
+    return config_from(GatewayConfig, {**options, "engines": specs})
 
 
 @cli.command()

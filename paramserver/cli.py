@@ -29,6 +29,7 @@ from protos.options import (
     DIRECTORY,
     LOG_LEVEL,
     PORT,
+    Group,
     HostPort,
     config_from,
     config_option,
@@ -83,7 +84,8 @@ credentials_option = click.option(
 
 
 @click.group(
-    context_settings={"auto_envvar_prefix": "PARAMSERVER", "show_default": True, "help_option_names": ["-h", "--help"]}
+    cls=Group,
+    context_settings={"auto_envvar_prefix": "PARAMSERVER", "show_default": True, "help_option_names": ["-h", "--help"]},
 )
 @version_option
 def cli() -> None:
@@ -116,13 +118,17 @@ def serve(
 ) -> None:
     """Runs one relay until SIGTERM."""
     setup_logging(log_level, log_format, relay=name)
+    try:
+        beside = tuple(map(EngineBeside.parse, engines))
+    except LaminarError as error:
+        raise click.UsageError(str(error)) from error  # status 2: a supervisor need not try it again
     resolved = {
         "name": name,
         "etcd": etcd or "",
         "pool_dir": pool_dir or default_pool_dir(name),
-        "engines": tuple(map(EngineBeside.parse, engines)),
+        "engines": beside,
     }
-    _run(_serve(config_from(RelayConfig, {**options, **resolved}), ready_file))
+    _run_daemon(_serve(config_from(RelayConfig, {**options, **resolved}), ready_file), log_format)
 
 
 async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
@@ -163,7 +169,7 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
 def etcd(port: int, data_dir: Path | None, log_level: str, log_format: str, ready_file: Path | None) -> None:
     """Runs an etcd on loopback until SIGTERM: for one machine, not for production."""
     setup_logging(log_level, log_format)
-    _run(_etcd(port, data_dir, ready_file))
+    _run_daemon(_etcd(port, data_dir, ready_file), log_format)
 
 
 async def _etcd(port: int, data_dir: Path | None, ready_file: Path | None) -> None:
@@ -487,6 +493,18 @@ def _run(work: Coroutine[None, None, T]) -> T:
     except LaminarError as error:
         logging.getLogger(__name__).debug("failed", exc_info=error)
         click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+def _run_daemon(work: Coroutine[None, None, None], log_format: str) -> None:
+    """As `_run`, but whoever reads a daemon's log as JSON finds its failure there, in that form."""
+    if log_format == "text":
+        _run(work)
+        return
+    try:
+        asyncio.run(work)
+    except LaminarError as error:
+        logging.getLogger(__name__).error("%s", error)
         sys.exit(1)
 
 

@@ -32,8 +32,26 @@ from protos.process import LOG_FORMS, LOG_LEVELS
 ConfigT = TypeVar("ConfigT")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
+SENTENCE_CHARS = 400
+"""More than any command's first sentence has."""
+
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?", re.IGNORECASE)
+
+
+class Group(click.Group):
+    """A group whose list has the whole first sentence of each command's help; click's own breaks it off."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, command.get_short_help_str(limit=SENTENCE_CHARS))
+            for name, command in found
+            if command is not None and not command.hidden
+        ]
+        if rows:
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
 
 
 class HostPort(click.ParamType[str]):

@@ -56,7 +56,7 @@ def faultkit(
       reset, closed, torn_500   the connection breaks, between or within events, or within an error's body
       eof, done, abort          the stream ends, but without a finish reason, or with "abort"
       error_event, hang         an error as the last event; nothing more, with the connection open
-      malformed, not_utf8, huge_line, no_logprobs    events that cannot be decoded
+      malformed, not_utf8, huge_line, huge_id, no_logprobs    events that cannot be decoded
       repeat, shorten           an event comes twice, or lacks a token, then nothing: the count in its usage shows it
       death                     as kill -9, for all its streams; back after --revive-s, as another incarnation
       version                   no cut: ends whole, and reports another version for its later tokens

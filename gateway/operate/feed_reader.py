@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from gateway.core.feed import Frame, apply
-from gateway.operate.repack_view import refused
+from gateway.operate.repack_view import refused, why_unreachable
 from protos.access.bearer import bearer
 from protos.decoding import decode_json
 from protos.engines import is_address
@@ -65,7 +65,7 @@ async def frames(url: str, *, limit: int = 0) -> AsyncGenerator[tuple[str, Frame
             async for message in _messages(response.content):
                 yield message
     except (aiohttp.ClientError, TimeoutError) as e:
-        raise Unavailable(f"no gateway answers at {url}: {e or type(e).__name__}", hint="name one with --url") from e
+        raise Unavailable(f"no gateway answers at {url}: {why_unreachable(e)}", hint="name one with --url") from e
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise Unavailable(f"what answers at {url} is no gateway: {e}", hint="name one with --url") from e
 

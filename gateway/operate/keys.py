@@ -9,12 +9,13 @@ import click
 from protos.access.key_file import key_in, make_key_file
 from protos.access.roles import PURPOSE, ROLES, Role, new_line
 from protos.errors import LaminarError
+from protos.options import Group
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 role_argument = click.argument("role", type=click.Choice(ROLES))
 
 
-@click.group(epilog="\b\n" + "\n".join(f"{role + ':':9}{PURPOSE[role]}" for role in ROLES))
+@click.group(cls=Group, epilog="\b\n" + "\n".join(f"{role + ':':9}{PURPOSE[role]}" for role in ROLES))
 def keys() -> None:
     """The API keys of `gateway serve --api-keys FILE`.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,7 +74,7 @@ async def call(method: str, url: str, path: str) -> dict[str, Any]:
     except (aiohttp.ClientResponseError, ValueError, KeyError, TypeError) as e:
         raise Unavailable(f"what answers at {url} is no gateway: {_cause(e)}", hint="name one with --url") from e
     except (aiohttp.ClientError, TimeoutError) as e:
-        raise Unavailable(f"no gateway answers at {url}: {e or type(e).__name__}", hint="name one with --url") from e
+        raise Unavailable(f"no gateway answers at {url}: {why_unreachable(e)}", hint="name one with --url") from e
 
 
 def _connector(at: Path | None) -> aiohttp.BaseConnector:
@@ -81,6 +83,14 @@ def _connector(at: Path | None) -> aiohttp.BaseConnector:
 
 def refused(status: int, message: str) -> Unauthenticated | Forbidden:
     return Unauthenticated(message, hint=KEY_HINT) if status == 401 else Forbidden(message)
+
+
+def why_unreachable(error: Exception) -> str:
+    """The reason of the operating system, which aiohttp wraps into its own words for a connection."""
+    number = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
+    if number is not None and number in errno.errorcode:  # the resolver has numbers of its own
+        return os.strerror(number)
+    return str(error) or type(error).__name__
 
 
 def _cause(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +15,7 @@ from protos.foreign_text import one_line
 PIPE_COLUMNS = 10_000
 """Width of output that is not a terminal: lines are not broken for a pipe."""
 ENGINE_COLUMNS = ("engine", "kind", "state", "version", "intake", "admitted", "running", "waiting", "KV used", "dtype")
+LEFT_OUT_FIRST = ("dtype", "kind", "admitted", "waiting", "KV used", "intake")
 
 
 def show(status: Mapping[str, Any], console: Console | None = None) -> None:
@@ -22,7 +24,7 @@ def show(status: Mapping[str, Any], console: Console | None = None) -> None:
         console.width = PIPE_COLUMNS
     for line in _head(status):
         console.print(one_line(line), markup=False)
-    console.print(engines_table(status["engines"]))
+    console.print(engines_table(status["engines"], console.width))
     for line in warnings_of(status):
         console.print(one_line(line), markup=False)
 
@@ -66,15 +68,25 @@ def _prompt_pool(pool: Mapping[str, int] | None) -> Sequence[str]:
     )
 
 
-def engines_table(engines: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(*ENGINE_COLUMNS, box=None, pad_edge=False)
-    for e in engines:
-        behind = f" of {e['available']}" if e["available"] > e["version"] else ""
-        behind = behind if e.get("loads", True) else " (loads none)"
-        numbers = (str(e["admitted"]), str(e["running"]), str(e["waiting"]), f"{e['kv_usage']:.0%}")
-        row = (e["name"], e["kind"], e["state"], f"{e['version']}{behind}", e["intake"], *numbers, e["dtype"] or "?")
-        table.add_row(*(Text(one_line(cell)) for cell in row))  # not as markup: an engine's name may look like it
+def engines_table(engines: Sequence[Mapping[str, Any]], width: int = PIPE_COLUMNS) -> Table:
+    """Where `width` has no room for all columns, those that matter least are left out, and none is cut."""
+    rows = [dict(zip(ENGINE_COLUMNS, _row(engine), strict=True)) for engine in engines]
+    widths = {name: max(map(cell_len, (name, *(row[name] for row in rows)))) + 2 for name in ENGINE_COLUMNS}
+    for name in LEFT_OUT_FIRST:
+        if sum(widths.values()) - 2 > width:
+            del widths[name]
+    table = Table(*widths, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in widths))  # not as markup: an engine's name may look like it
     return table
+
+
+def _row(e: Mapping[str, Any]) -> Sequence[str]:
+    behind = f" of {e['available']}" if e["available"] > e["version"] else ""
+    behind = behind if e.get("loads", True) else " (loads none)"
+    numbers = (str(e["admitted"]), str(e["running"]), str(e["waiting"]), f"{e['kv_usage']:.0%}")
+    cells = (e["name"], e["kind"], e["state"], f"{e['version']}{behind}", e["intake"], *numbers, e["dtype"] or "?")
+    return [one_line(cell) for cell in cells]
 
 
 def _ails(engine: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from gateway.core.phases import PHASES
 from gateway.operate.feed_reader import Seen, frames
-from gateway.operate.status_view import engines_table, warnings_of
+from gateway.operate.status_view import PIPE_COLUMNS, engines_table, warnings_of
 from protos.errors import LaminarError, Unavailable
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
@@ -62,7 +62,7 @@ async def follow(url: str, console: Console | None = None) -> None:
                 why = str(e)
             retry_s = RETRY_S[min(failures, len(RETRY_S) - 1)] * random.uniform(0.75, 1.25)
             failures = 0 if time.time() - seen.t_unix_s < SETTLED_S else failures + 1
-            live.update(view(seen, lines=console.height, away=why), refresh=True)
+            live.update(view(seen, lines=console.height, columns=console.width, away=why), refresh=True)
             await asyncio.sleep(retry_s)
 
 
@@ -74,11 +74,11 @@ async def _show(url: str, seen: Seen, live: Live, console: Console) -> None:
             seen.take(kind, frame)
             if (now := time.monotonic()) - drawn_at >= 1 / DRAWN_PER_S:
                 drawn_at = now
-                live.update(view(seen, lines=console.height), refresh=True)
+                live.update(view(seen, lines=console.height, columns=console.width), refresh=True)
 
 
-def view(seen: Seen, *, lines: int, away: str = "") -> RenderableType:
-    """`lines` of the terminal; `away`: why there is no connection."""
+def view(seen: Seen, *, lines: int, columns: int = PIPE_COLUMNS, away: str = "") -> RenderableType:
+    """`lines` and `columns` of the terminal; `away`: why there is no connection."""
     status = seen.status
     waits = [*warnings_of(status), *_relay_troubles(seen.tables["relays"])][:WAITS_SHOWN]
     events = list(seen.events)[-EVENTS_SHOWN:]
@@ -89,7 +89,7 @@ def view(seen: Seen, *, lines: int, away: str = "") -> RenderableType:
         Text(""),
         _versions(status["engines"]),
         Text(""),
-        *_engines(status["engines"], room),
+        *_engines(status["engines"], room, columns),
         Text(""),
         *_chain(seen.tables["relays"]),
         *_repack(status, seen.tables["receipts"]),
@@ -106,7 +106,7 @@ def _head(seen: Seen, status: Mapping[str, Any], away: str) -> Iterator[Text]:
     )
     title.append(f" (the trainer's {status['trainer_version']}), {clock}")
     if seen.restarts:
-        title.append(f", restarted {seen.restarts} times while watched")
+        title.append(f", restarted while watched: {seen.restarts}")
     yield title
     if away:
         yield Text(f"no connection: {away}; this is of {clock}, trying again", style="bold red")
@@ -163,11 +163,11 @@ def _versions(engines: Sequence[Mapping[str, Any]]) -> RenderableType:
     )
 
 
-def _engines(engines: Sequence[Mapping[str, Any]], room: int) -> Iterator[RenderableType]:
+def _engines(engines: Sequence[Mapping[str, Any]], room: int, columns: int) -> Iterator[RenderableType]:
     """Those that do not serve first."""
     order = sorted(engines, key=lambda engine: (engine["state"] == "serving", engine["name"]))
     if engines:
-        yield engines_table(order[:room])
+        yield engines_table(order[:room], columns)
     if len(order) > room:
         yield Text(f"and {len(order) - room} engines more", style="bright_black")
 
@@ -216,7 +216,11 @@ def _pair(figures: Mapping[str, float | None]) -> str:
 
 def _event(event: Mapping[str, Any]) -> Text:
     clock = time.strftime("%H:%M:%S", time.localtime(event["t_unix_s"]))
-    rest = [f"{name} {value}" for name, value in event.items() if name not in HIDDEN_FIELDS]
+    rest = [
+        f"{name} {round(value, 2) if isinstance(value, float) else value}"
+        for name, value in event.items()
+        if name not in HIDDEN_FIELDS
+    ]
     words = ", ".join(
         str(word) for word in (event.get("state"), event.get("reason"), event.get("error"), *rest) if word
     )

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from protos.access.fleet import FLEET_ROLES
-from protos.options import DIRECTORY
+from protos.options import DIRECTORY, Group
 
 if TYPE_CHECKING:  # it imports `cryptography`, which no other command needs
     from paramserver.credentials.fleet import Fleet, Holder
@@ -37,7 +37,7 @@ host_option = click.option(
 )
 
 
-@click.group("credentials")
+@click.group("credentials", cls=Group)
 def credentials() -> None:
     """Makes and shows a fleet's credentials: who may use its relays.
 

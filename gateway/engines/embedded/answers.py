@@ -138,7 +138,7 @@ def completion_span(
         "laminar.prompt_tokens": len(request.prompt_ids),
         "laminar.cached_tokens": answer.cached_tokens,
         "laminar.sampled_tokens": answer.num_tokens,
-        "laminar.versions": answer.versions,
+        "laminar.versions": [int(label) for label in answer.versions if label.isdecimal()],  # whole numbers everywhere
     }
     if answer.first_token_s is not None:
         attributes["laminar.first_token_s"] = answer.first_token_s

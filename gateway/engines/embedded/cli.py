@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def engine(host: str, port: int, ready_file: Path | None, log_level: str, log_fo
         log.info("%s", config)
         asyncio.run(_serve(config, host, port, ready_file))
     except LaminarError as e:
-        click.echo(f"gateway engine: {e}", err=True)
+        log.error("%s", e)
         sys.exit(1)
 
 
@@ -125,11 +126,24 @@ async def _serve(config: EngineConfig, host: str, port: int, ready_file: Path | 
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     config.check()
+    check_free(host, port)
     telemetry = telemetry_options.start(config.telemetry, "laminar-engine", model=config.served_model_name)
     try:
         await _serve_until(stop, config, host, port, ready_file, telemetry)
     finally:
         await asyncio.to_thread(telemetry.close)
+
+
+def check_free(host: str, port: int) -> None:
+    """Binds the address and lets it go: loading a model takes long, and a port in use should be reported before.
+    Raises Conflict."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
 
 
 async def _serve_until(

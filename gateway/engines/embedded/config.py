@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import click
+import msgspec
 
 from gateway.core.dtypes import Dtype
 from protos.access.listening import INSECURE
@@ -19,6 +20,8 @@ BLOCK_TOKENS = 16
 
 INVARIANT_ROWS = 16
 """Rows of every forward pass in batch-invariant mode, in prefill and decode alike."""
+
+AT_LEAST_ONE = msgspec.Meta(ge=1)
 
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 
@@ -44,15 +47,15 @@ class EngineConfig:
         bool,
         "A token's result depends on its own sequence alone, so a moved turn equals the unmoved one exactly. Slower.",
     ] = False
-    max_num_seqs: Annotated[int, "Sequences that decode together."] = 8
+    max_num_seqs: Annotated[int, AT_LEAST_ONE, "Sequences that decode together."] = 8
     """The KV workspace has this many rows."""
-    kv_cache_tokens: Annotated[int, "Size of the KV pool, in tokens."] = 16384
+    kv_cache_tokens: Annotated[int, AT_LEAST_ONE, "Size of the KV pool, in tokens."] = 16384
     """Running sequences and the prefix cache share it."""
-    max_model_len: Annotated[int, "Prompt plus generated tokens of a request."] = 2048
-    max_batched_tokens: Annotated[int, "Tokens computed in one step."] = 256
+    max_model_len: Annotated[int, AT_LEAST_ONE, "Prompt plus generated tokens of a request."] = 2048
+    max_batched_tokens: Annotated[int, AT_LEAST_ONE, "Tokens computed in one step."] = 256
     """Decode rows first; the rest is prefill."""
-    max_waiting: Annotated[int, "Requests that may queue; beyond: 429."] = 256
-    threads: Annotated[int, "Processor threads of the model."] = 1
+    max_waiting: Annotated[int, AT_LEAST_ONE, "Requests that may queue; beyond: 429."] = 256
+    threads: Annotated[int, AT_LEAST_ONE, "Processor threads of the model."] = 1
     weight_version: Annotated[str, "Label of the weights in --model."] = "default"
     logprobs_mode: Annotated[
         LogprobsMode, "Processed: after temperature, top-k and top-p, the distribution really sampled from."

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gateway.engines.embedded.cli import engine
+from gateway.engines.embedded.cli import check_free, engine
+from protos.errors import Conflict
 from tests.support import processes
 from tests.support.tiny_model import tiny_model
 
@@ -37,6 +38,8 @@ def test_help_needs_no_torch() -> None:
         (["--model", "/x"], 2, "Directory '/x' does not exist"),
         (["--model", "/", "--dtype", "int8"], 2, "'int8' is not one of 'float32', 'bfloat16'"),
         (["--model", "/", "--max-num-seqs", "many"], 2, "'many' is not a valid integer"),
+        (["--model", "/", "--max-num-seqs", "-5"], 2, "-5 is not in the range x>=1"),
+        (["--model", "/", "--threads", "0"], 2, "0 is not in the range x>=1"),
         (["--model", "/", "--port", "99999"], 2, "99999 is not in the range 0<=x<=65535"),
         (["--model", "/", "--log-level", "loud"], 2, "'loud' is not one of 'debug', 'info'"),
         (["--model", "/", "--device", "tpu"], 2, "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
@@ -46,6 +49,16 @@ def test_wrong_usage(arguments: list[str], status: int, message: str) -> None:
     result = CliRunner().invoke(engine, arguments)
     assert result.exit_code == status
     assert message in result.output
+
+
+def test_a_port_in_use_is_found_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Conflict, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            check_free("127.0.0.1", port)
+    check_free("127.0.0.1", port)
+    with pytest.raises(Conflict, match="choose another --host or --port"):
+        check_free("192.0.2.1", 0)
 
 
 def fails(*arguments: str) -> str:

@@ -80,7 +80,20 @@ def test_a_url_that_names_no_address_is_refused(url: str) -> None:
         parse_engine(f"e0=vllm={url}")
 
 
+@pytest.mark.parametrize("text", ["e0", "e0=tgi=http://h"])
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_what_is_no_engine_is_wrong_usage_which_no_supervisor_tries_again(command: str, text: str) -> None:
+    refused = invoke(command, "--model=m", "--tokenizer=.", "--engine", text)
+    assert (refused.exit_code, f"Error: --engine {text!r}" in refused.output) == (2, True), refused.output
+
+
 # -- help
+
+
+@pytest.mark.parametrize("arguments", [(), ("keys",)])
+def test_lists_of_commands_break_no_sentence_off(arguments: tuple[str, ...]) -> None:
+    found = invoke(*arguments, "--help").output
+    assert "..." not in found.partition("Commands:")[2], found
 
 
 @pytest.mark.parametrize(

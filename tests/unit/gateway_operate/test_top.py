@@ -15,6 +15,7 @@ from gateway.app import start
 from gateway.cli import cli
 from gateway.operate import top
 from gateway.operate.feed_reader import Seen, frames
+from gateway.operate.status_view import engines_table
 from protos.errors import LaminarError
 from tests.support.keys import controlled, key_of
 from tests.support.scripted_engine import ScriptedEngine, until
@@ -44,7 +45,7 @@ async def test_without_a_terminal_or_a_gateway_it_says_so(tmp_path: Path) -> Non
     assert "add --once" in told.output
     nobody = await asyncio.to_thread(CliRunner().invoke, cli, ["top", "--once", "--url", "http://127.0.0.1:9"])
     assert nobody.exit_code == 1
-    assert "no gateway answers at http://127.0.0.1:9" in nobody.output
+    assert "no gateway answers at http://127.0.0.1:9: Connection refused (" in nobody.output
     wrong = await asyncio.to_thread(CliRunner().invoke, cli, ["top", "--once", "--url", "here"])
     assert "is no gateway's address" in wrong.output
     async with ScriptedEngine("e0") as e0:
@@ -77,7 +78,7 @@ async def test_it_goes_on_over_a_restart_of_the_gateway(
         await first.close(drain_timeout_s=0.0)
         await until(lambda: "no connection" in screen.getvalue(), "notice of the end")
         second = await start(settings)
-        await until(lambda: "restarted 1 times" in screen.getvalue(), "the next life")
+        await until(lambda: "restarted while watched: 1" in screen.getvalue(), "the next life")
         watching.cancel()
         await asyncio.wait([watching])
         await second.close(drain_timeout_s=0.0)
@@ -96,3 +97,14 @@ async def test_a_view_has_the_lines_of_the_terminal_and_no_more(tmp_path: Path) 
             seen.take(kind, frame)
     console = Console(file=io.StringIO(), width=140, height=60, force_terminal=True)
     assert len(console.render_lines(top.view(seen, lines=60))) <= 60
+
+
+def test_a_narrow_terminal_has_fewer_columns_of_engines_and_none_is_cut() -> None:
+    engine = {"name": "e0", "kind": "embedded", "state": "serving", "version": 7, "available": 7, "intake": "open"}
+    engine |= {"admitted": 1, "running": 2, "waiting": 0, "kv_usage": 0.5, "dtype": "float32"}
+    for width, columns in ((200, 10), (70, 8), (41, 5), (33, 4)):
+        table = engines_table([engine], width)
+        console = Console(width=width, file=io.StringIO())
+        text = "\n".join("".join(part.text for part in line) for line in console.render_lines(table))
+        assert (len(table.columns), "…" in text) == (columns, False), text
+        assert all(word in text for word in ("engine", "serving", "version", "running")), text

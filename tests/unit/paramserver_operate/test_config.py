@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,15 @@ def test_numbers_that_no_version_has_are_wrong_usage(command: list[str]) -> None
     done = CliRunner().invoke(cli, [*command, "--relay", "127.0.0.1:1"])
     assert done.exit_code == 2, done.output
     assert "is not in the range" in done.output
+
+
+def test_an_engine_beside_a_relay_that_is_none_is_wrong_usage() -> None:
+    done = CliRunner().invoke(cli, ["serve", "--engine", "vllm"])
+    assert (done.exit_code, "Error: " in done.output) == (2, True), done.output
+
+
+def test_a_daemon_that_writes_json_says_in_json_why_it_does_not_start() -> None:
+    done = CliRunner().invoke(cli, ["serve", "--log-format", "json", "--etcd-user", "me", "--port", "0"])
+    assert done.exit_code == 1
+    last = json.loads(done.stderr.splitlines()[-1])
+    assert (last["level"], "add --etcd HOST:PORT" in last["message"]) == ("error", True), done.stderr
