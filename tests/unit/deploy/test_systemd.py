@@ -95,7 +95,7 @@ def test_what_a_daemon_would_refuse_is_refused_here() -> None:
     for service, access in ACCESS.items():
         line = command_lines(service)[0]
         elsewhere = ["--host", "engines-0"] if service == "laminar-engine" else []
-        with pytest.raises(InvalidRequest, match="without credentials|is for one on"):
+        with pytest.raises(InvalidRequest, match=r"without credentials|is for one on"):
             check([*line[: len(line) - len(access.split())], *elsewhere])
     with pytest.raises(InvalidRequest, match="contradict each other"):
         parsed("laminar-relay", relay)
