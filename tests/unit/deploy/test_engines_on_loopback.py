@@ -9,9 +9,7 @@ from protos.access.listening import is_loopback
 from tests.unit.deploy import test_compose, test_kubernetes, test_systemd
 from tests.unit.deploy.command_lines import env_file, words
 
-EXCEPTIONS = {
-    "kubernetes/base": "a pod of its own: network policies guard it, and overlays/one-pod has it on loopback"
-}
+EXCEPTIONS = {"kubernetes/base": "a pod of its own: network policies guard it, and overlays/one-pod has it on loopback"}
 
 
 def engines() -> Mapping[str, list[str]]:
