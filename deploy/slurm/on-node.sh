@@ -35,7 +35,9 @@ case ${1:?etcd, relay, engine or gateway} in
     # steps of a job on a node share, also where Slurm gives each job one of its own.
     options=()
     if [[ $node != "$HEAD" ]]; then options+=(--no-publish-host); fi
-    if [[ $node != "$HEAD" || -n $HEAD_ENGINE ]]; then options+=(--engine "$ENGINE_KIND=http://$engine_host:$ENGINE_PORT"); fi
+    if [[ $node != "$HEAD" || -n $HEAD_ENGINE ]]; then
+      options+=(--engine "$ENGINE_KIND=http://$engine_host:$ENGINE_PORT${ENGINE_TLS_PORT:+@$ENGINE_TLS_PORT}")
+    fi
     # shellcheck disable=SC2086  # options are words
     keep paramserver serve --name "$node" --host "$node" --port "$RELAY_PORT" --metrics-port "$METRICS_PORT" \
       --etcd "$HEAD:$ETCD_PORT" --pool-bytes "$POOL_BYTES" "${options[@]}" $RELAY_OPTIONS "$RELAY_ACCESS"

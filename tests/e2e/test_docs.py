@@ -28,6 +28,7 @@ import pytest
 from safetensors.torch import load_file
 
 from gateway.core.access import OPERATIONS
+from protos.access.credentials import CREDENTIALS_VARIABLE
 from protos.access.roles import ROLES
 from tests.support import processes
 from tests.support.fleet import until
@@ -112,6 +113,9 @@ class Documented:
         """`text` with this machine's addresses, directories and sizes."""
         for shown, instead in {
             r"etcd:2379": self.etcd,
+            r"127\.0\.0\.1:8000@8443": lambda _: (
+                f"127.0.0.1:{self.port('engines-0:8000')}@{self.port('engines-0:8443')}"
+            ),
             r"--name (\S+) (.*)--pool-bytes 64GiB": rf"--name \1 \2--pool-bytes 64MiB --pool-dir {self.pools}/\1",
             r"doctor --pool-bytes 64GiB": f"doctor --pool-bytes 64MiB --pool-dir {self.pools}/doctor",
             r"--host ([a-z]+-\d) --port (\d+)": self._listen,
@@ -170,7 +174,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, shared_etcd: str) -> Iterato
     with KeptPorts() as ports, ExitStack() as stack:
         stack.callback(shutil.rmtree, pools)
         found = Documented(directory, pools, shared_etcd, ports)
-        trainers, engines = lines(blocks(FLEET, "sh")[0])
+        credentials, trainers, engines = lines(blocks(FLEET, "sh")[0])
+        made = found.run(credentials)
+        assert made.returncode == 0, made.stderr
+        environment = stack.enter_context(pytest.MonkeyPatch.context())
+        environment.setenv(CREDENTIALS_VARIABLE, str(directory / "fleet/admin"))  # as the page says of its commands
         registering, gateway, *_ = lines(blocks(FLEET, "sh")[1])
         engine = re.search(r"`(gateway engine .*?)`", (ROOT / FLEET).read_text())
         assert engine is not None

@@ -17,7 +17,7 @@ from tests.support.tiny_model import tiny_model
 pytestmark = pytest.mark.slow
 
 BIN = Path(sys.executable).parent
-PORTS = ("ETCD_PORT", "RELAY_PORT", "METRICS_PORT", "ENGINE_PORT", "GATEWAY_PORT")
+PORTS = ("ETCD_PORT", "RELAY_PORT", "METRICS_PORT", "ENGINE_PORT", "ENGINE_TLS_PORT", "GATEWAY_PORT")
 TRAINER = """
 import os, time, httpx, numpy as np
 from trainer_client import ExperienceReader, Publisher
@@ -56,4 +56,5 @@ def test_a_job_of_one_node_trains_and_leaves_the_gateways_data(tmp_path: Path, p
     logs = {name: (job.results / f"{name}-127.0.0.1.log").read_text() for name in ("relay", "gateway", "engine")}
     assert not any("started again" in text for text in logs.values()), logs
     assert "closed" in logs["gateway"]
+    assert f"is called at https://127.0.0.1:{settings['ENGINE_TLS_PORT']}" in logs["relay"]
     assert not [path for path in pool.rglob("*") if path.is_file() and path.stat().st_size], "its memory went back"

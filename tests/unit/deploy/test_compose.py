@@ -17,6 +17,7 @@ import yaml
 
 from deploy.setup_env import ROOT
 from gateway.app import DRAIN_TIMEOUT_S
+from paramserver.config import EngineBeside
 from protos.access.credentials import Credentials
 from protos.access.key_file import KeyFile
 from protos.options import parse_bytes
@@ -70,7 +71,8 @@ def test_health_is_asked_for_without_a_key() -> None:
     ("service", "name", "access"),
     [
         ("relay", "RELAY_ACCESS", "--credentials /credentials/relay"),
-        ("engine", "ENGINE_ACCESS", "--insecure"),
+        ("relay", "ENGINE_ADDRESS", "http://127.0.0.1:8000@8443"),
+        ("engine", "ENGINE_ACCESS", "--host 127.0.0.1"),
         ("gateway", "GATEWAY_ACCESS", "--api-keys /data/keys --credentials /credentials/gateway"),
     ],
 )
@@ -136,7 +138,7 @@ def test_a_service_has_no_rights_and_time_for_its_drain(service: str) -> None:
 
 
 def test_what_is_mounted_is_there() -> None:
-    mounted = {interpolated(volume).split(":")[0] for one in SERVICES.values() for volume in one["volumes"]}
+    mounted = {interpolated(volume).split(":")[0] for one in SERVICES.values() for volume in one.get("volumes", ())}
     assert {name for name in mounted if not name.startswith("/")} == set(COMPOSE["volumes"])
 
 
@@ -161,14 +163,45 @@ def test_only_the_gateway_is_reached_from_outside_and_from_this_machine_alone() 
     assert check(command_line("gateway")).params["port"] == 8080
 
 
-def test_the_relay_registers_the_engine() -> None:
-    port = check(command_line("engine")).params["port"]
-    assert check(command_line("relay")).params["engines"] == (f"embedded=http://engine:{port}",)
+def test_the_relay_registers_the_engine_with_which_it_shares_a_loopback() -> None:
+    engine, relay = check(command_line("engine")).params, check(command_line("relay")).params
+    [registered] = relay["engines"]
+    found = EngineBeside.parse(registered)
+    assert found.url == f"http://{engine['host']}:{engine['port']}"
+    assert found.on_loopback
+    assert found.port
+    shared = [one for one in SERVICES.values() if "network_mode" in one]
+    assert shared == [SERVICES["relay"], SERVICES["engine"]]
+    assert {one["network_mode"] for one in shared} == {"service:host"}
+    assert all("host" in one["depends_on"] for one in shared)
+    assert not {"ports", "networks", "hostname"} & {key for one in shared for key in one}, "they are the other's"
+
+
+def test_the_shared_network_has_the_relays_name_and_outlives_both() -> None:
+    host = SERVICES["host"]
+    assert host["networks"] == {"default": {"aliases": [check(command_line("relay")).params["advertise"]]}}
+    assert (host["command"], host["init"]) == ("sleep infinity", True)
+    assert "depends_on" not in host
+
+
+def test_without_credentials_the_engine_is_reached_as_the_header_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        (ROOT / "deploy/compose/compose.yaml")
+        .read_text()
+        .partition("# Without credentials: ")[2]
+        .partition(". Then")[0]
+    )
+    settings = [word.split("=", 1) for word in shlex.split(text.replace("\n# ", " ").replace(", and ", " "))]
+    monkeypatch.setattr(sys.modules[__name__], "GIVEN", {**GIVEN, **dict(settings)})
+    relay, engine, gateway = (check(command_line(service)).params for service in DAEMONS)
+    assert relay["engines"] == (f"embedded=http://{relay['advertise']}:{engine['port']}",)
+    assert (relay["insecure"], engine["insecure"], engine["host"]) == (True, True, "0.0.0.0")
+    assert (relay["credentials"], gateway["credentials"]) == (None, None)
 
 
 def test_services_are_built_from_stages_that_there_are_and_are_not_root() -> None:
     targets = {service: one["build"]["target"] for service, one in SERVICES.items()}
-    daemons = dict.fromkeys(("relay", "keys", "credentials", "gateway"), "daemons")
+    daemons = dict.fromkeys(("host", "relay", "keys", "credentials", "gateway"), "daemons")
     assert targets == {"etcd": "etcd", "engine": "engine", **daemons}
     for target in targets.values():
         assert re.findall(r"^USER (\S+)$", stages()[target], re.MULTILINE) == ["10001:10001"]

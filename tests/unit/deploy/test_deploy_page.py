@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from deploy.setup_env import ROOT
+from paramserver.config import EngineBeside
 from tests.unit.deploy import test_compose, test_systemd
 from tests.unit.deploy.command_lines import check, env_file, options_of_all
 
@@ -31,6 +32,7 @@ def test_ports_are_those_of_the_units() -> None:
         "relay: bytes": of_relay["data_port"],
         "relay: metrics": of_relay["metrics_port"],
         "engine": test_systemd.of("laminar-engine").params["port"],
+        "relay with credentials: the port in front of an engine": EngineBeside.parse(of_relay["engines"][0]).port,
         "gateway: API and metrics": of_gateway["port"],
         "etcd": int(of_relay["etcd"].rpartition(":")[2]),
         "Redis": 6379,

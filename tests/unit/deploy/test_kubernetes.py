@@ -20,6 +20,7 @@ import yaml
 from deploy.setup_env import ROOT
 from gateway.api.routes import ROUTES
 from gateway.app import DRAIN_TIMEOUT_S
+from paramserver.config import EngineBeside
 from paramserver.credentials.fleet import Fleet
 from paramserver.daemon.access import check_serves
 from paramserver.daemon.health import LIVE_PATH, SERVING_PATH
@@ -80,7 +81,7 @@ CONTAINER_FIELDS = {
     "securityContext",
     "volumeMounts",
 }
-PROBE_FIELDS = {"httpGet", "periodSeconds", "timeoutSeconds", "failureThreshold"}
+PROBE_FIELDS = {"httpGet", "exec", "periodSeconds", "timeoutSeconds", "failureThreshold"}
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 USERS_LABELS = {"laminar/trainer", "laminar/agent"}
 """Of pods that are the user's own."""
@@ -142,9 +143,23 @@ def pod_of(one: Object) -> Object:
     return found
 
 
+def containers_of(one: Object) -> list[Object]:
+    found: list[Object] = pod_of(one)["containers"]
+    return found
+
+
 def container_of(one: Object) -> Object:
-    [found] = pod_of(one)["containers"]
-    return dict(found)
+    """The container that the workload is named after: the other one is the engine beside a relay."""
+    [found] = [container for container in containers_of(one) if container["name"] == app_of(one)]
+    assert {container["name"] for container in containers_of(one)} <= {app_of(one), "engine"}
+    return found
+
+
+def each_container(objects: Sequence[Object]) -> Iterator[tuple[Object, Object]]:
+    """Each container, after its workload."""
+    for one in workloads(objects):
+        for container in containers_of(one):
+            yield one, container
 
 
 def labels_of(one: Object) -> Mapping[str, str]:
@@ -161,13 +176,13 @@ def selected(objects: Sequence[Object], labels: Mapping[str, str]) -> list[Objec
     return [one for one in workloads(objects) if labels.items() <= labels_of(one).items()]
 
 
-def variables(objects: Sequence[Object], one: Object) -> dict[str, str]:
-    """The environment of its container: of the config maps, of its own, and what the node gives."""
+def variables(objects: Sequence[Object], container: Object) -> dict[str, str]:
+    """The environment of a container: of the config maps, of its own, and what the node gives."""
     maps = {name_of(found): found["data"] for found in of_kind(objects, "ConfigMap")}
     found: dict[str, str] = {}
-    for source in container_of(one)["envFrom"]:
+    for source in container["envFrom"]:
         found |= maps[source["configMapRef"]["name"]]
-    for variable in container_of(one).get("env", ()):
+    for variable in container.get("env", ()):
         name = variable["name"]
         found[name] = variable["value"] if "value" in variable else GIVEN.get(name, "")
     return {**found, "POD_HOST": POD_HOST}
@@ -175,23 +190,24 @@ def variables(objects: Sequence[Object], one: Object) -> dict[str, str]:
 
 def parsed(objects: Sequence[Object], one: Object, line: Sequence[str]) -> click.Context:
     """With the credentials of its environment, if its pod has any."""
-    return check(line, variables(objects, one)[CREDENTIALS_VARIABLE] if app_of(one) in SECRETS else "")
+    has_some = app_of(one) in SECRETS and line[1] != "engine"
+    return check(line, variables(objects, container_of(one))[CREDENTIALS_VARIABLE] if has_some else "")
 
 
 def app_of(one: Object) -> str:
     return labels_of(one)["app.kubernetes.io/name"]
 
 
-def daemon_lines(objects: Sequence[Object], one: Object) -> Iterator[list[str]]:
+def daemon_lines(objects: Sequence[Object], one: Object, container: Object | None = None) -> Iterator[list[str]]:
     """The command line that its shell ends in, and that of its preStop."""
-    container = container_of(one)
+    container = container if container is not None else container_of(one)
     assert container["command"] == ["sh", "-c"]
     [script] = container["args"]
-    yield words(script.partition("exec ")[2], variables(objects, one))
+    yield words(script.partition("exec ")[2], variables(objects, container))
     hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
     if hook:
         assert hook[:2] == ["sh", "-c"]
-        yield words(hook[2], variables(objects, one))
+        yield words(hook[2], variables(objects, container))
 
 
 def test_objects_have_what_the_api_demands(objects: list[Object]) -> None:
@@ -204,11 +220,12 @@ def test_objects_have_what_the_api_demands(objects: list[Object]) -> None:
     for one in workloads(objects):
         assert {"selector", "template"} <= set(one["spec"])
         assert set(pod_of(one)) <= POD_FIELDS
-        container = container_of(one)
+        assert set(PROBES) <= set(container_of(one))
+    for _, container in each_container(objects):
         assert {"name", "image"} <= set(container) <= CONTAINER_FIELDS
-        for probe in PROBES:
+        for probe in set(PROBES) & set(container):
             assert set(container[probe]) <= PROBE_FIELDS
-            assert "httpGet" in container[probe], "kubelet takes gRPC in the clear alone"
+            assert {"httpGet", "exec"} & set(container[probe]), "kubelet takes gRPC in the clear alone"
 
 
 def test_a_workload_selects_its_own_pods_and_no_others(objects: list[Object]) -> None:
@@ -235,7 +252,9 @@ def test_policies_let_in_who_is_there_at_ports_that_are_there(objects: list[Obje
         assert behind, name_of(policy)
         assert policy["spec"]["policyTypes"] == ["Ingress"]
         for rule in policy["spec"]["ingress"]:
-            assert all(port["port"] in ports_of(one) for port in rule["ports"] for one in behind)
+            for port in rule["ports"]:
+                those = [port["port"] in ports_of(one) for one in behind]
+                assert any(those) if port["port"] == "engine" else all(those), "a relay may be without an engine"
             for source in rule["from"]:
                 labels = source.get("podSelector", {}).get("matchLabels", {})
                 assert "namespaceSelector" in source or set(labels) <= USERS_LABELS or selected(objects, labels)
@@ -258,8 +277,8 @@ def test_what_is_mounted_is_there_and_what_is_there_is_mounted(objects: list[Obj
     for one in workloads(objects):
         templates = {template["metadata"]["name"] for template in one["spec"].get("volumeClaimTemplates", ())}
         volumes = {volume["name"]: volume for volume in pod_of(one)["volumes"]}
-        mounts = [mount["name"] for mount in container_of(one)["volumeMounts"]]
-        assert sorted(mounts) == sorted(volumes.keys() | templates), name_of(one)
+        mounts = {mount["name"] for container in containers_of(one) for mount in container["volumeMounts"]}
+        assert mounts == volumes.keys() | templates, name_of(one)
         assert all(len(volume) == 2 for volume in volumes.values()), "a name and one source"
         named = {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v}
         assert named <= claims
@@ -286,8 +305,8 @@ def test_probes_ask_the_daemons_own_health_at_ports_that_are_there(objects: list
 
 
 def test_the_daemons_take_their_command_lines(objects: list[Object]) -> None:
-    for one in workloads(objects):
-        for line in daemon_lines(objects, one):
+    for one, container in each_container(objects):
+        for line in daemon_lines(objects, one, container):
             if line[0] != "vllm":
                 parsed(objects, one, line)
 
@@ -296,9 +315,9 @@ def test_who_may_use_a_daemon_has_a_single_place(objects: list[Object]) -> None:
     options = env_file(BASE / "laminar.env")
     assert [options[name] for name in ("RELAY_ACCESS", "ENGINE_ACCESS")] == ["", "--insecure"]
     assert options[CREDENTIALS_VARIABLE] == "/etc/laminar-credentials"
-    for one in workloads(objects):
-        [script] = container_of(one)["args"]
-        expected = f"{labels_of(one)['app.kubernetes.io/name'].upper()}_ACCESS"
+    for _, container in each_container(objects):
+        [script] = container["args"]
+        expected = f"{container['name'].upper()}_ACCESS"
         assert re.findall(r"\$(\w+_ACCESS)", script) == [expected] * ("exec vllm" not in script)
 
 
@@ -306,7 +325,7 @@ def test_the_gateway_reads_its_keys_from_the_secret_and_nobody_else_may(objects:
     [gateway] = of_kind(objects, "StatefulSet")
     options = parsed(objects, gateway, next(daemon_lines(objects, gateway))).params
     path = options["api_keys"]
-    assert str(options["credentials"]) == variables(objects, gateway)[CREDENTIALS_VARIABLE]
+    assert str(options["credentials"]) == variables(objects, container_of(gateway))[CREDENTIALS_VARIABLE]
     [mount] = [mount for mount in container_of(gateway)["volumeMounts"] if mount["mountPath"] == str(path.parent)]
     [volume] = [volume for volume in pod_of(gateway)["volumes"] if volume["name"] == mount["name"]]
     assert mount["readOnly"] is True
@@ -330,8 +349,14 @@ def test_relays_and_the_gateway_have_credentials_of_their_own_and_nobody_else_ma
         [volume] = volumes
         assert volume["secret"] == {"secretName": SECRETS[app_of(one)], "defaultMode": 0o440}
         assert not 0o440 & FORBIDDEN
-        [mount] = [mount for mount in container_of(one)["volumeMounts"] if mount["name"] == "credentials"]
-        assert mount["mountPath"] == variables(objects, one)[CREDENTIALS_VARIABLE]
+        [(holder, mount)] = [
+            (container["name"], mount)
+            for container in containers_of(one)
+            for mount in container["volumeMounts"]
+            if mount["name"] == "credentials"
+        ]
+        assert holder == app_of(one)
+        assert mount["mountPath"] == variables(objects, container_of(one))[CREDENTIALS_VARIABLE]
         assert mount["readOnly"] is True
         assert "subPath" not in mount, "it would stay as it was at the start"
         user = pod_of(one)["securityContext"]
@@ -372,6 +397,9 @@ def test_the_ports_of_a_container_are_those_that_its_daemon_listens_on(objects: 
         given = {
             int(line[at + 1]) for at, word in enumerate(line) if word in ("--port", "--data-port", "--metrics-port")
         }
+        if app_of(one) == "relay":
+            beside = map(EngineBeside.parse, parsed(objects, one, line).params["engines"])
+            given |= {engine.port for engine in beside if engine.port is not None}
         assert given == set(ports_of(one).values()), name_of(one)
 
 
@@ -389,12 +417,15 @@ def test_a_drain_has_the_time_that_it_takes(objects: list[Object]) -> None:
 
 def test_relay_and_engine_are_one_user_and_share_a_host_path(objects: list[Object]) -> None:
     found = [one for one in workloads(objects) if app_of(one) in ("relay", "engine")]
-    assert len(found) >= 2
+    inside = [
+        (one, container) for one, container in each_container(objects) if container["name"] in ("relay", "engine")
+    ]
+    assert {container["name"] for _, container in inside} == {"relay", "engine"}
     assert len({pod_of(one)["securityContext"]["runAsUser"] for one in found}) == 1
     places = set()
-    for one in found:
+    for one, container in inside:
         [volume] = [volume for volume in pod_of(one)["volumes"] if volume["name"] == "pool"]
-        [mount] = [mount for mount in container_of(one)["volumeMounts"] if mount["name"] == "pool"]
+        [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == "pool"]
         places.add((volume["hostPath"]["path"], volume["hostPath"]["type"], mount["mountPath"]))
     assert places == {("/run/laminar", "Directory", "/run/laminar")}
     for one in found:
@@ -407,8 +438,8 @@ def test_relay_and_engine_are_one_user_and_share_a_host_path(objects: list[Objec
 
 
 def test_no_container_is_root_or_can_become_it(objects: list[Object]) -> None:
-    for one in workloads(objects):
-        pod, container = pod_of(one)["securityContext"], container_of(one)["securityContext"]
+    for one, found in each_container(objects):
+        pod, container = pod_of(one)["securityContext"], found["securityContext"]
         assert pod["runAsNonRoot"] is True
         assert pod["runAsUser"] >= 1000
         assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -425,14 +456,41 @@ def test_a_relays_options_are_not_a_services_variables(objects: list[Object]) ->
     assert all(pod_of(one)["enableServiceLinks"] is False for one in workloads(objects))
 
 
+def test_an_engine_is_out_of_reach_where_it_shares_its_relays_loopback(objects: list[Object]) -> None:
+    """The base has it in a pod of its own, and a policy in front of it."""
+    alone = [one for one in workloads(objects) if app_of(one) == "engine"]
+    beside = [(one, found) for one, found in each_container(objects) if found["name"] == "engine" and one not in alone]
+    assert bool(alone) != bool(beside)
+    for one, engine in beside:
+        line = next(daemon_lines(objects, one, engine))
+        host, port = (line[line.index(option) + 1] for option in ("--host", "--port"))
+        assert "--insecure" not in line
+        assert "ports" not in engine
+        relay = parsed(objects, one, next(daemon_lines(objects, one))).params
+        [registered] = map(EngineBeside.parse, relay["engines"])
+        assert (registered.url, registered.on_loopback) == (f"http://{host}:{port}", True)
+        assert relay["credentials"] is not None
+        for probe in ("startupProbe", "livenessProbe"):
+            interpreter, option, code = engine[probe]["exec"]["command"]
+            assert (interpreter, option) == ("python3", "-c")
+            assert f'"{registered.url}/health"' in code
+            compile(code, "probe", "exec")
+        [policy] = [one for one in of_kind(objects, "NetworkPolicy") if name_of(one) == "relay"]
+        [rule] = [rule for rule in policy["spec"]["ingress"] if {"port": "engine"} in rule["ports"]]
+        assert rule["from"] == [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "gateway"}}}]
+        assert engine["image"].startswith("registry.example/"), "its name is replaced"
+
+
 def test_an_overlay_patches_what_the_base_has() -> None:
     assert OVERLAYS
     base = {(one["kind"], name_of(one)) for one in by_hand(BASE)}
     for folder in OVERLAYS:
         kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
-        assert "../../base" in kustomization["resources"]
+        assert {"../../base", "../one-pod"} & set(kustomization["resources"])
         for patch in kustomization["patches"]:
-            assert {(one["kind"], name_of(one)) for one in read(folder / patch["path"])} <= base
+            if "path" in patch:
+                patched = read(folder / patch["path"])
+                assert {(one["kind"], name_of(one)) for one in patched} <= base
         for made in kustomization["configMapGenerator"]:
             named = {literal.partition("=")[0] for literal in made["literals"]}
             assert named <= set(env_file(BASE / "laminar.env")), "another name would be an option of nothing"

@@ -18,8 +18,10 @@ import yaml
 from deploy.setup_env import ROOT
 from gateway.config import GatewayConfig
 from gateway.experience.shared import SENDING_BYTES_MAX, SENDING_MAX
+from paramserver.core.access import ENGINES
+from paramserver.credentials.fleet import Fleet
 from tests.support.skips import needs
-from tests.unit.deploy.command_lines import options_of_all
+from tests.unit.deploy.command_lines import check, options_of_all
 
 FOLDER = ROOT / "deploy/prometheus"
 READER_KEY = "laminar-reader.key"
@@ -88,6 +90,22 @@ def test_the_gateway_is_scraped_with_a_key_and_nobody_else_is() -> None:
     jobs = yaml.safe_load((FOLDER / "scrape.yaml").read_text())["scrape_configs"]
     files = {job["job_name"]: job["authorization"]["credentials_file"] for job in jobs if "authorization" in job}
     assert files == {"laminar-gateway": READER_KEY}
+
+
+def test_the_job_of_engines_that_the_comment_shows_is_one(tmp_path: Path) -> None:
+    text = (FOLDER / "scrape.yaml").read_text()
+    shown = re.search(r"^#   - job_name: laminar-engine\n(?:#   .+\n)+", text, re.MULTILINE)
+    assert shown is not None
+    [job] = yaml.safe_load(re.sub("^#  ", "", shown[0], flags=re.MULTILINE))
+    [command] = re.findall(r"`paramserver (credentials issue .+?)`", text)
+    options = check(["paramserver", *command.split()]).params
+    assert options["role"] in ENGINES.roles
+    fleet = Fleet.init(tmp_path / "fleet", ["engines-0"], days=1)
+    fleet.issue(options["role"], options["name"], [], days=1)
+    files = {Path(name) for name in job["tls_config"].values()}
+    assert {path.parent.name for path in files} == {options["name"]}
+    assert {path.name for path in files} <= {path.name for path in (tmp_path / "fleet" / options["name"]).iterdir()}
+    assert {one["job_name"] for one in yaml.safe_load(text)["scrape_configs"]} == {"laminar-gateway", "laminar-relay"}
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason=needs("no promtool (Debian's prometheus)", "make system-packages"))

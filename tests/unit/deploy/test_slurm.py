@@ -119,7 +119,7 @@ def test_the_scripts_end_at_an_error(name: str) -> None:
 def test_who_may_use_a_daemon_has_a_single_place() -> None:
     access = {
         "RELAY_ACCESS": "--credentials=$FLEET/relay",
-        "ENGINE_ACCESS": "--insecure",
+        "ENGINE_ACCESS": "",
         "GATEWAY_ACCESS": "--api-keys=$API_KEYS",
         "GATEWAY_CREDENTIALS": "--credentials=$FLEET/gateway",
     }
@@ -176,9 +176,11 @@ def test_each_daemon_runs_where_it_belongs_with_options_that_it_takes(job: Job) 
     assert {node: relay["publish_host"] for node, relay in relays.items()} == {"n0": True, "n1": False, "n2": False}
     assert {node: relay["engines"] for node, relay in relays.items()} == {
         "n0": (),
-        "n1": ("vllm=http://n1:8000",),
-        "n2": ("vllm=http://n2:8000",),
+        "n1": ("vllm=http://127.0.0.1:8000@8443",),
+        "n2": ("vllm=http://127.0.0.1:8000@8443",),
     }
+    hosts = [words[words.index("--host") + 1] for name, _, words in found if name == "vllm"]
+    assert hosts == ["127.0.0.1"] * 2
     for name, _, arguments in found:
         if name == "gateway":
             check([name, *arguments])
@@ -202,7 +204,23 @@ def test_one_node_alone_has_the_embedded_engine_as_well(job: Job) -> None:
     assert len(found) == 1
     assert check(["gateway", *found[0]]).params["dtype"] == "float32"
     [relay] = [check([name, *arguments]).params for name, _, arguments in notes(job) if name == "paramserver"]
-    assert (relay["publish_host"], relay["engines"]) == (True, ("embedded=http://n0:8000",))
+    assert (relay["publish_host"], relay["engines"]) == (True, ("embedded=http://127.0.0.1:8000@8443",))
+
+
+@runs_a_job
+def test_a_job_without_credentials_has_its_engines_at_the_names_of_their_nodes(job: Job) -> None:
+    with (job.directory / "job.env").open("a") as settings:
+        settings.write("RELAY_ACCESS=--insecure\nENGINE_ACCESS=--insecure\nENGINE_KIND=embedded\n")
+        settings.write("GATEWAY_CREDENTIALS=\nENGINE_HOST=\nENGINE_TLS_PORT=\n")
+    assert ran(job, NODES, "sh", "-c", begun(job, "", 8)) == 0
+    found = [(node, check([name, *words]).params) for name, node, words in notes(job) if node and name != "etcd"]
+    assert {node: options["engines"] for node, options in found if "publish_host" in options} == {
+        "n0": (),
+        "n1": ("embedded=http://n1:8000",),
+        "n2": ("embedded=http://n2:8000",),
+    }
+    engines = [(node, options["host"], options["insecure"]) for node, options in found if "dtype" in options]
+    assert sorted(engines) == [("n1", "n1", True), ("n2", "n2", True)]
 
 
 @runs_a_job

@@ -16,6 +16,7 @@ import pytest
 from deploy.setup_env import ROOT
 from gateway.app import DRAIN_TIMEOUT_S
 from gateway.engines.embedded.cli import SHUTDOWN_TIMEOUT_S
+from paramserver.config import EngineBeside
 from paramserver.daemon.process import DRAIN_S
 from protos.access.credentials import CREDENTIALS_VARIABLE
 from protos.access.fleet import FLEET_ROLES
@@ -31,7 +32,7 @@ BINARIES = "/opt/laminar/bin"
 ACCESS = {
     "laminar-relay": "",
     "laminar-gateway": "--api-keys /etc/laminar/keys",
-    "laminar-engine": "--insecure",
+    "laminar-engine": "",
 }
 """The last words of each command line."""
 CREDENTIALS = {"laminar-relay": "/etc/laminar/relay", "laminar-gateway": "/etc/laminar/gateway"}
@@ -93,8 +94,9 @@ def test_what_a_daemon_would_refuse_is_refused_here() -> None:
         check([*relay, "--host", "0.0.0.0"])
     for service, access in ACCESS.items():
         line = command_lines(service)[0]
-        with pytest.raises(InvalidRequest, match="without credentials"):
-            check(line[: len(line) - len(access.split())])
+        elsewhere = ["--host", "engines-0"] if service == "laminar-engine" else []
+        with pytest.raises(InvalidRequest, match=r"without credentials|is for one on"):
+            check([*line[: len(line) - len(access.split())], *elsewhere])
     with pytest.raises(InvalidRequest, match="contradict each other"):
         parsed("laminar-relay", relay)
     with pytest.raises(click.UsageError):
@@ -191,10 +193,13 @@ def test_what_a_daemon_writes_is_below_its_own_directories() -> None:
     assert of("laminar-gateway").params["data"] == Path("/var/lib", *unit("laminar-gateway.service")["StateDirectory"])
 
 
-def test_the_relay_registers_the_engine_beside_it() -> None:
+def test_the_relay_registers_the_engine_beside_it_behind_a_port_of_its_own() -> None:
     [registered] = of("laminar-relay").params["engines"]
-    engine = of("laminar-engine").params
-    assert registered == f"embedded=http://{environment('laminar-engine')['HOST']}:{engine['port']}"
+    engine, relay = of("laminar-engine").params, of("laminar-relay").params
+    found = EngineBeside.parse(registered)
+    assert found.url == f"http://{engine['host']}:{engine['port']}"
+    assert found.on_loopback
+    assert found.port not in (None, 0, *(relay[name] for name in ("port", "data_port", "metrics_port")))
 
 
 @pytest.fixture
