@@ -20,7 +20,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from aiohttp import StreamReader, web
+from aiohttp import StreamReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
@@ -107,15 +107,25 @@ class _Connection(web.RequestHandler):
         if self._refusal is not None:
             self._answer_and_close(self._refusal)
         elif self._held:
-            self._held.append(data)
+            self._hold(data)
         elif self._current_request is not None or self._rounds.take(self._let_in):
             self._take(data)
         else:
-            self._held.append(data)
+            self._hold(data)
+
+    def _hold(self, data: bytes) -> None:
+        """Until its round. No more is read meanwhile: a thousand bodies would be in memory before anyone was asked for
+        a key."""
+        self._held.append(data)
+        if self.transport is not None:
+            self.transport.pause_reading()
 
     def _let_in(self) -> None:
         held, self._held = self._held, []
         if held and self.transport is not None:
+            paused_by_aiohttp = self._reading_paused or getattr(self, "_buffer_paused", False)  # the latter since 3.14
+            if not paused_by_aiohttp:
+                self.transport.resume_reading()
             self._take(b"".join(held))
 
     def _take(self, data: bytes) -> None:
@@ -284,10 +294,12 @@ class Bodies:
         return bounded
 
     def _reserve(self, request: web.Request) -> Callable[[], None]:
-        """Takes what the body was declared to have; calling what is returned, or the body's end, gives it back."""
-        size = self._one_max if request.content_length is None else request.content_length
-        if size > self._one_max:
-            raise web.HTTPRequestEntityTooLarge(self._one_max, size)
+        """Takes what the body was declared to have; calling what is returned, or the body's end, gives it back. One
+        that comes in chunks, or packed (a thousand bytes may become a million), counts as the largest."""
+        packed = request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() != "identity"
+        size = self._one_max if packed or request.content_length is None else request.content_length
+        if max(size, request.content_length or 0) > self._one_max:
+            raise web.HTTPRequestEntityTooLarge(self._one_max, request.content_length or size)
         if self.num_bytes and self.num_bytes + size > self._bytes_max:  # one is always taken
             raise OutOfCapacity(
                 f"bodies of {self.num_bytes} bytes come in",

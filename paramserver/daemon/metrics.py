@@ -10,10 +10,11 @@ from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
-from prometheus_client import start_http_server
+from prometheus_client import make_wsgi_app
 
 from paramserver.core.records import Sealed
 from paramserver.daemon.health import Health, with_health
+from paramserver.daemon.http_port import serve_http
 from paramserver.daemon.parts import RelayParts
 from paramserver.data.engine_ports import EnginePort, EnginePortStatistics
 from paramserver.data.server import DataServer
@@ -191,19 +192,14 @@ def serve_metrics(host: str, port: int, sources: Sources, health: Health) -> tup
     provider = MeterProvider([reader], Resource({"service.name": "laminar-relay", "relay": sources.parts.config.name}))
     export_metrics(provider.get_meter("laminar.relay"), sources)
     try:
-        server, thread = start_http_server(port, host)
+        address, stop_serving = serve_http(host, port, with_health(make_wsgi_app(), health))
     except OSError as error:
         raise Conflict(
             f"cannot serve metrics on {host}:{port}: {error.strerror}", hint="choose another --metrics-port"
         ) from error
-    application = server.get_app()
-    assert application is not None
-    server.set_app(with_health(application, health))
 
     def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        stop_serving()
         provider.shutdown()
 
-    return f"{host}:{server.server_port}", stop
+    return address, stop

@@ -143,6 +143,23 @@ async def test_bodies_that_come_in_at_once_are_bounded_together(tmp_path: Path) 
             assert large.status == 200
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_packed_body_counts_as_the_largest(tmp_path: Path, encoding: str) -> None:
+    """A thousand bytes of gzip become a million: their declared size says nothing of the memory that they take."""
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Encoding: {encoding}\r\nContent-Length: 100\r\n"
+    )
+    async with (
+        gateway(tmp_path, body_bytes_max=1000, bodies_bytes_max=1500) as (found, _),
+        connected(found, 2) as [(reader, writer), more],
+    ):
+        writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        assert status_of(await reader.readuntil(b"\r\n\r\n")) == 100
+        async with asyncio.timeout(30):
+            assert refused(await asked(more, head), "--bodies-bytes-max")
+
+
 async def test_a_holder_has_so_many_sessions(tmp_path: Path) -> None:
     async with ScriptedEngine("e0") as e0, controlled(tmp_path, e0, sessions_per_key=2) as (found, client):
         for who in ("alice", "alice again"):

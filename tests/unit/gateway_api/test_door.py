@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from typing import cast
 
 import pytest
+from aiohttp import web
 
 from gateway.api import http_server
 from tests.support import codecs
@@ -131,3 +134,23 @@ async def test_requests_that_come_together_begin_in_several_rounds(monkeypatch: 
             writer.close()
         counting.cancel()
     assert len(set(begun)) >= 20, begun
+
+
+async def test_of_a_request_that_waits_for_its_round_no_more_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a thousand strangers that begin together would have their bodies in memory before any key is looked at."""
+    waiting: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
+    async with serving(ScriptedTurns(lambda request: Script([2])), codecs.tiny()) as url:
+        with monkeypatch.context() as busy:
+            busy.setattr(http_server.Turnstile, "take", lambda rounds, let_in: waiting.put_nowait(let_in))
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+            async with asyncio.timeout(WAIT_S):
+                let_in = await waiting.get()
+        connection = cast(web.RequestHandler, let_in.__self__)  # type: ignore[attr-defined]
+        assert isinstance(connection.transport, asyncio.Transport)
+        assert not connection.transport.is_reading()
+        let_in()
+        assert connection.transport.is_reading()
+        async with asyncio.timeout(WAIT_S):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        writer.close()

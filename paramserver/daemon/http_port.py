@@ -1,0 +1,76 @@
+"""The relay's HTTP port, for metrics and health: it asks nobody who he is, and costs the relay little whoever calls.
+
+Invariants:
+- at most CONNECTIONS_MAX are open, each with a thread; the oldest makes way for the next one, so that those which say
+  nothing keep no probe out;
+- one that is silent for SILENCE_S is closed;
+- a connection that breaks is no line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import WSGIApplication
+
+from paramserver.data.server import Admission
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 64
+"""An honest one takes milliseconds, and there are few of them: probes, and Prometheus."""
+SILENCE_S = 5.0
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENCE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug(format, *args)
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        self._admission = Admission(CONNECTIONS_MAX, CONNECTIONS_MAX)  # none is ever welcomed: each may make way
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._admission.admit(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._admission.left(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        super().server_close()
+        for connection in self._admission.connected():
+            self.shutdown_request(connection)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The base class prints a traceback, and strangers could fill the log."""
+        log.debug("a connection to the port of metrics has failed", exc_info=True)
+
+
+def serve_http(host: str, port: int, application: WSGIApplication) -> tuple[str, Callable[[], None]]:
+    """Serves in a thread of its own; returns "host:port" and what stops it. Raises OSError when the port is taken."""
+    server = _Server(host, port)
+    server.set_app(application)
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return f"{host}:{server.server_port}", stop
