@@ -1,5 +1,5 @@
 """`python -m agents_env` is the command `agents-env`."""
 
-from agents_env.cli import main
+from agents_env.entry import main
 
 main()

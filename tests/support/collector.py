@@ -130,8 +130,16 @@ def _log(service: Attributes, logger: str, record: Any) -> SeenLog:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Serves in threads of its own until the end of the block."""
+    """Decodes and keeps every export until the end of the block."""
     collector = Collector()
+    with receiving(collector.take) as collector.url:
+        yield collector
+
+
+@contextmanager
+def receiving(take: Callable[[str, bytes], None]) -> Iterator[str]:
+    """Serves in threads of its own until the end of the block; yields the address. `take(path, body)` is called for
+    one export at a time."""
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -140,7 +148,7 @@ def collecting() -> Iterator[Collector]:
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
             with lock:
-                collector.take(self.path, body)
+                take(self.path, body)
             self.send_response(200)
             self.send_header("Content-Type", "application/x-protobuf")
             self.send_header("Content-Length", "0")
@@ -152,9 +160,8 @@ def collecting() -> Iterator[Collector]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    collector.url = f"http://127.0.0.1:{server.server_port}"
     try:
-        yield collector
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

@@ -9,18 +9,17 @@ is in it. A round's ratio is with over without; the figure is the median of the 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import statistics
-import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import uvloop
 
 from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.gateway import load
 from tests.bench.gateway.contenders import contenders, mock_engines
+from tests.support.collector import receiving
 
 __all__ = ["lacking", "run"]
 
@@ -42,8 +41,9 @@ def lacking() -> list[str]:
 
 def run() -> Iterator[Figure]:
     costs: dict[str, list[float]] = {OFF: [], ON: []}
+    received: Counter[str] = Counter()  # exports by signal
     with (
-        _collector() as (url, received),
+        receiving(lambda path, _: received.update([path.rpartition("/")[2]])) as url,
         mock_engines(NUM_ENGINES, rate=RATE) as engines,
         contenders((OFF, ON), engines, each={ON: ("--otlp", url)}) as found,
     ):
@@ -63,31 +63,3 @@ def run() -> Iterator[Figure]:
 def _order(number: int) -> Sequence[str]:
     """Each goes first as often as the other."""
     return (OFF, ON) if number % 2 else (ON, OFF)
-
-
-@contextlib.contextmanager
-def _collector() -> Iterator[tuple[str, dict[str, int]]]:
-    """Takes every export; yields its address, and how many came by signal."""
-    received: dict[str, int] = {}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            signal = self.path.rpartition("/")[2]
-            received[signal] = received.get(signal, 0) + 1
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", received
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
