@@ -34,7 +34,6 @@ from gateway.api.ui import reading
 from gateway.api.ui.feed import Feed
 from gateway.api.ui.routes import add_ui_routes
 from gateway.config import GatewayConfig
-from gateway.core.connections import Connections
 from gateway.core.fleet import FleetState
 from gateway.core.lengths import SessionDurations
 from gateway.engines.base import AdapterContext
@@ -68,6 +67,7 @@ from gateway.tasks import PromptPool
 from gateway.tasks.shared import SharedPromptPool
 from gateway.tokens import Codec
 from paramserver.membership import EtcdRegistry
+from protos.access.connections import Connections
 from protos.access.key_file import KeyFile
 from protos.access.listening import check_listening, warn_insecure
 from protos.errors import InvalidRequest

@@ -63,6 +63,8 @@ def _access(access: AccessStatus) -> Iterator[RenderableType]:
         f"fleet keys: {access.num_fleet_keys}",
         style="red" if left_days < EXPIRES_SOON_DAYS else "",
     )
+    kept_out = f", {access.refused} refused, {access.made_way} made way" if access.refused or access.made_way else ""
+    yield Text(f"gRPC: {access.connections} connections, {access.strangers} of strangers{kept_out}")
     if access.failure:
         yield Text(f"CREDENTIALS stay as they were: {access.failure}", style="red")
 

@@ -150,6 +150,10 @@ class AccessStatus:
     cas: tuple[str, ...]
     num_fleet_keys: int
     failure: str
+    connections: int
+    strangers: int
+    refused: int
+    made_way: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,7 +470,15 @@ async def _drain(stream: AsyncIterator[pb.HoldRunReply]) -> None:
 
 def _access(message: pb.Access) -> AccessStatus:
     return AccessStatus(
-        message.identity, message.expires_unix_s, tuple(message.cas), message.num_fleet_keys, message.failure
+        message.identity,
+        message.expires_unix_s,
+        tuple(message.cas),
+        message.num_fleet_keys,
+        message.failure,
+        message.connections,
+        message.strangers,
+        message.refused,
+        message.made_way,
     )
 
 

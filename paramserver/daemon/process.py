@@ -21,8 +21,9 @@ from grpc_reflection.v1alpha import reflection
 
 from paramserver.config import RelayConfig
 from paramserver.core.records import Member
-from paramserver.daemon.access import AccessInterceptor, check_serves, server_credentials
+from paramserver.daemon.access import check_serves
 from paramserver.daemon.engines import open_engine_ports, registered
+from paramserver.daemon.grpc_port import GrpcPort, Ports, secured_server
 from paramserver.daemon.health import Health, report_health
 from paramserver.daemon.metrics import Sources, export_metrics, serve_metrics
 from paramserver.daemon.parts import RelayParts
@@ -50,6 +51,8 @@ from protos.telemetry import options as telemetry_options
 log = logging.getLogger(__name__)
 
 DRAIN_S = 2.0
+BACKLOG = 512
+"""Connections to the gRPC port that the kernel holds until they are accepted."""
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a port that is taken must be refused, not shared
     ("grpc.max_receive_message_length", 64 << 20),  # an announcement names every tensor
@@ -117,23 +120,23 @@ async def relay_process(
 ) -> AsyncIterator[tuple[dict[str, str], asyncio.Future[None]]]:
     """A relay, serving; yields its addresses and the task in which it lives (done only when it broke)."""
     data_host = address_of(config.bind_interface) if config.bind_interface else config.host
-    guards = [AccessInterceptor(credentials)] if credentials is not None else []
-    server = grpc.aio.server(interceptors=guards, options=SERVER_OPTIONS)
-    grpc_address = _bind(server, config, credentials)
     async with contextlib.AsyncExitStack() as stack:
         # Closing runs in the reverse order: streams end, control stops taking calls, fetches end, the lease is revoked,
         # the data port closes, the memory goes, and last the telemetry.
         telemetry = telemetry_options.start(config.telemetry, "laminar-relay", relay=config.name)
         stack.push_async_callback(asyncio.to_thread, telemetry.close)
+        listener = _listen(config, stack)
+        grpc_address = f"{config.reached_by}:{listener.getsockname()[1]}"
         registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S, access=config.etcd_access)
         stack.push_async_callback(registry.close)
         store, found = await _open_store(config, stack)
         nixl = await _start_nixl(config, stack)
+        server, grpc_port = _grpc_server(config, credentials, listener, stack)
 
         # The ports are bound before anything is made that names their addresses; bytes are served once the parts exist.
-        listener = listen_tcp(data_host, config.data_port)
-        stack.callback(listener.close)
-        data_port = listener.getsockname()[1]
+        data_listener = listen_tcp(data_host, config.data_port)
+        stack.callback(data_listener.close)
+        data_port = data_listener.getsockname()[1]
         data_address = f"{data_host if config.bind_interface else config.reached_by}:{data_port}"
 
         lease = MemberLease(registry, _member(config, grpc_address, data_address), ttl_s=config.lease_ttl_s)
@@ -152,16 +155,16 @@ async def relay_process(
             address=data_address,
         )
         stack.push_async_callback(asyncio.to_thread, data.close)
-        data.serve_tcp(listener)
-        socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir)
+        data.serve_tcp(data_listener)
+        socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir, "publish.sock")
         if socket_path is not None:
             data.serve_unix(socket_path, group=_group(config))
 
-        ports = await open_engine_ports(config, credentials, stack)
+        engine_ports = await open_engine_ports(config, credentials, stack)
 
         await lease.take()
         stack.push_async_callback(lease.leave)
-        lease.holdings.register(registered(config, ports, grpc_address))
+        lease.holdings.register(registered(config, engine_ports, grpc_address))
 
         await parts.relay.refresh()
         spilled = spill.manifests() if spill is not None else []
@@ -173,21 +176,24 @@ async def relay_process(
         life = asyncio.ensure_future(parts.run())
         stack.push_async_callback(_end, life, parts)
 
-        in_front = list(ports.values())
-        service = RelayService(parts, data_address=data_address, publish_socket=socket_path, engine_ports=in_front)
+        bounded = Ports(grpc_port, list(engine_ports.values()))
+        service = RelayService(parts, data_address=data_address, publish_socket=socket_path, ports=bounded)
         checks = await _add_services(server, service)
         found_healthy = Health()
         health_task = asyncio.ensure_future(report_health(checks, SERVICE, found_healthy, lambda: lease.name_taken))
         stack.push_async_callback(_cancel, health_task)
         addresses = {"grpc": grpc_address, "data": data_address, "name": config.name}
         if config.metrics_port is not None:
-            sources = Sources(parts, data, in_front)
+            sources = Sources(parts, data, bounded)
             addresses["metrics"], stop_metrics = serve_metrics(config.host, config.metrics_port, sources, found_healthy)
             stack.push_async_callback(asyncio.to_thread, stop_metrics)
         if telemetry.meter is not None:
-            export_metrics(telemetry.meter, Sources(parts, data, in_front))
+            export_metrics(telemetry.meter, Sources(parts, data, bounded))
         await server.start()
         stack.push_async_callback(server.stop, DRAIN_S)
+        if grpc_port is not None:
+            await grpc_port.serve()
+            stack.callback(grpc_port.stop_accepting)
         stack.callback(parts.end_streams)
         yield addresses, life
 
@@ -259,22 +265,32 @@ async def _end(life: asyncio.Future[None], parts: RelayParts) -> None:
     await parts.close()
 
 
-def _bind(server: grpc.aio.Server, config: RelayConfig, credentials: Credentials | None) -> str:
-    wanted = f"{config.host}:{config.port}"
+def _listen(config: RelayConfig, stack: contextlib.AsyncExitStack) -> socket.socket:
     try:
-        socket.create_server((config.host, config.port)).close()  # gRPC's own error has no reason
-    except OSError as error:
+        listener = socket.create_server((config.host, config.port), backlog=BACKLOG)
+    except OSError as error:  # gRPC's own error has no reason
         raise cannot_listen(config.host, config.port, error) from error
+    stack.callback(listener.close)
+    return listener
+
+
+def _grpc_server(
+    config: RelayConfig, credentials: Credentials | None, listener: socket.socket, stack: contextlib.AsyncExitStack
+) -> tuple[grpc.aio.Server, GrpcPort | None]:
+    """A server of gRPC, and the port in front of it, which only one with credentials has."""
+    if credentials is not None:
+        path = _socket_path(config.pool_dir, "grpc.sock")
+        server, port = secured_server(credentials, listener, path, SERVER_OPTIONS)
+        stack.push_async_callback(port.close)
+        return server, port
+    address = f"{config.host}:{listener.getsockname()[1]}"
+    listener.close()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     try:
-        if credentials is None:
-            port = server.add_insecure_port(wanted)
-        else:
-            port = server.add_secure_port(wanted, server_credentials(credentials))
+        server.add_insecure_port(address)
     except RuntimeError as error:
-        raise Conflict(f"cannot listen on {wanted}", hint="choose another --port, or 0 for any free one") from error
-    if port == 0:
-        raise Conflict(f"cannot listen on {wanted}", hint="choose another --port, or 0 for any free one")
-    return f"{config.reached_by}:{port}"
+        raise Conflict(f"cannot listen on {address}", hint="choose another --port, or 0 for any free one") from error
+    return server, None
 
 
 async def _add_services(server: grpc.aio.Server, service: RelayService) -> health.aio.HealthServicer:
@@ -296,9 +312,9 @@ def _group(config: RelayConfig) -> int | None:
     return group_id(config.group) if config.group else None
 
 
-def _socket_path(pool_dir: Path) -> Path:
+def _socket_path(pool_dir: Path, name: str) -> Path:
     """In the pool directory; beside the temporary files when that path is too long for a unix socket."""
-    path = pool_dir.resolve() / "publish.sock"
+    path = pool_dir.resolve() / name
     if len(str(path)) <= SOCKET_PATH_MAX:
         return path
     return Path(tempfile.gettempdir()) / f"laminar-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.sock"

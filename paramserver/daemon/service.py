@@ -8,7 +8,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +20,10 @@ from paramserver.core.layout import PlainFile, TensorSpec
 from paramserver.core.records import Epoch, Rank, check_model_name
 from paramserver.core.spans import relay_trace
 from paramserver.core.ticket_status import GivenUp, TicketQuery, ticket_status
+from paramserver.daemon.grpc_port import Ports
 from paramserver.daemon.operations import Operations
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.status import StatusReport, epoch_message, sealed_message
-from paramserver.data.engine_ports import EnginePort
 from protos import grpc_errors
 from protos.announce_options import master_options
 from protos.errors import InvalidRequest, LaminarError, NotFound, Unavailable, UnsupportedField
@@ -96,7 +96,7 @@ class RelayService(pb_grpc.RelayServicer):
         *,
         data_address: str,
         publish_socket: Path | None,
-        engine_ports: Sequence[EnginePort] = (),
+        ports: Ports | None = None,
     ) -> None:
         self._name, self._view, self._elections = parts.config.name, parts.lease.view, parts.elections
         self._models, self._pins, self._watchers = parts.models, parts.pins, parts.watchers
@@ -104,7 +104,7 @@ class RelayService(pb_grpc.RelayServicer):
         self._duties, self._claims, self._publications = parts.duties, parts.claims, parts.publications
         self._drafts, self._refused_loads = parts.drafts, parts.refused_loads
         self._operations = Operations(parts)
-        self._status = StatusReport(parts, data_address=data_address, engine_ports=engine_ports)
+        self._status = StatusReport(parts, data_address=data_address, ports=ports or Ports())
         self._data_address, self._publish_socket = data_address, publish_socket
 
     # ---- readers

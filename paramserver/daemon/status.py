@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 from paramserver.core.records import Epoch, Sealed
 from paramserver.core.versions import ModelVersions
+from paramserver.daemon.grpc_port import Ports
 from paramserver.daemon.parts import RelayParts
-from paramserver.data.engine_ports import EnginePort, EnginePortStatistics
-from protos.access.credentials import Credentials
+from paramserver.data.engine_ports import EnginePortStatistics
 from protos.laminar.v1 import relay_pb2 as pb
 
 
 class StatusReport:
     """Reads the state of the relay's parts and owns none."""
 
-    def __init__(self, parts: RelayParts, *, data_address: str, engine_ports: Sequence[EnginePort] = ()) -> None:
-        self._engine_ports = engine_ports
+    def __init__(self, parts: RelayParts, *, data_address: str, ports: Ports) -> None:
+        self._ports = ports
         self._config, self._data_address, self._credentials = parts.config, data_address, parts.credentials
         self._lease, self._view = parts.lease, parts.lease.view
         self._pool, self._pins, self._fetches = parts.store.pool, parts.pins, parts.fetches
@@ -52,8 +52,24 @@ class StatusReport:
             store_id=self._view.store_id,
             continues=sorted(self._view.continues),
             insecure=self._config.insecure,
-            access=_access_message(self._credentials) if self._credentials is not None else None,
-            engine_ports=[_engine_port_message(port.statistics()) for port in self._engine_ports],
+            access=self._access(),
+            engine_ports=[_engine_port_message(port.statistics()) for port in self._ports.engines],
+        )
+
+    def _access(self) -> pb.Access | None:
+        if self._credentials is None or self._ports.grpc is None:
+            return None
+        material, found = self._credentials.material, self._ports.grpc.statistics()
+        return pb.Access(
+            identity=str(material.identity),
+            expires_unix_s=material.expires_unix_s,
+            cas=material.cas,
+            num_fleet_keys=len(material.fleet_keys),
+            failure=self._credentials.failure,
+            connections=found.open,
+            strangers=found.strangers,
+            refused=found.refused,
+            made_way=found.made_way,
         )
 
     def _model(self, model: str) -> pb.ModelStatus:
@@ -101,17 +117,6 @@ class StatusReport:
             pb.RefusedLoad(version=one.version, engine=one.engine, error=one.error, times=one.times, unix_s=one.unix_s)
             for one in self._refused_loads.of(model, version)
         ]
-
-
-def _access_message(credentials: Credentials) -> pb.Access:
-    material = credentials.material
-    return pb.Access(
-        identity=str(material.identity),
-        expires_unix_s=material.expires_unix_s,
-        cas=material.cas,
-        num_fleet_keys=len(material.fleet_keys),
-        failure=credentials.failure,
-    )
 
 
 def _engine_port_message(found: EnginePortStatistics) -> pb.EnginePort:

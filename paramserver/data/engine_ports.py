@@ -173,15 +173,20 @@ def listen(host: str, port: int) -> socket.socket:
 
 def connections_max(num_ports: int) -> int:
     """How many each of them may have: half of the files that this process may open are others', and a connection takes
-    two. The limit is raised as far as this user may."""
+    two."""
+    return min(CONNECTIONS_MAX, open_files_max() // 4 // num_ports)
+
+
+def open_files_max() -> int:
+    """How many files this process may open, once its limit is raised as far as this user may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return CONNECTIONS_MAX
+        return FILES_MAX
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
-    return min(CONNECTIONS_MAX, soft // 4 // num_ports)
+    return soft
 
 
 def tls_of(credentials: Credentials) -> FleetTls:

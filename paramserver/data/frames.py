@@ -212,8 +212,8 @@ def receive_bytes(sock: socket.socket, num: int, by: float | None = None) -> byt
     return bytes(buffer)
 
 
-def receive_header(sock: socket.socket) -> Header:
-    kind, index, from_byte, length, digest = HEADER.unpack(receive_bytes(sock, HEADER.size))
+def receive_header(sock: socket.socket, by: float | None = None) -> Header:
+    kind, index, from_byte, length, digest = HEADER.unpack(receive_bytes(sock, HEADER.size, by))
     return Header(_kind(kind), index, from_byte, length, digest)
 
 
@@ -260,8 +260,10 @@ def receive_welcome(sock: socket.socket, *, silence_s: float) -> Welcome:
     raise LinkBroken("no welcome within 60 s")
 
 
-def receive_refusal(sock: socket.socket, header: Header) -> LaminarError:
-    return receive_json(sock, header.length, Refusal).error()
+def receive_refusal(
+    sock: socket.socket, header: Header, bytes_max: int = JSON_BYTES_MAX, by: float | None = None
+) -> LaminarError:
+    return receive_json(sock, header.length, Refusal, bytes_max, by).error()
 
 
 def receive_json(

@@ -39,6 +39,7 @@ from paramserver.data.frames import Greeting, Kind, LinkBroken
 from protos.access.credentials import CREDENTIALS_VARIABLE, FLEET_KEYS_MAX, Credentials, Material
 from protos.access.tls import new_context, peer_of
 from protos.errors import Conflict, Forbidden, LaminarError, Unauthenticated
+from protos.foreign_text import one_line
 
 MAGIC = b"LMA1"
 HELLO_BYTES_MAX = 1 << 10
@@ -110,7 +111,7 @@ class DataAccess:
 
     def open(self, address: str, timeout_s: float, greeting: Greeting, *, bind_host: str = "") -> Opened:
         """A protected connection to the holder at `address`, which has got the greeting. Raises LinkBroken, or what
-        the holder refused with."""
+        the holder refused with once it had proven itself."""
         if not self.tls:
             try:
                 return self._open("mac", address, timeout_s, greeting, bind_host)
@@ -148,12 +149,15 @@ class DataAccess:
         keys, nonce = self._credentials.material.fleet_keys, secrets.token_bytes(NONCE_BYTES)
         hello = msgspec.json.encode(Hello(nonce, [key_id(key) for key in keys]))
         frames.send_all(sock, MAGIC + _LENGTH.pack(len(hello)) + hello)
-        header = frames.receive_header(sock)
+        usual_s, by = sock.gettimeout(), time.monotonic() + (sock.gettimeout() or frames.GREETING_S)
+        header = frames.receive_header(sock, by)
         if header.kind is Kind.REFUSED:
-            raise frames.receive_refusal(sock, header)
+            refusal = frames.receive_refusal(sock, header, HELLO_BYTES_MAX, by)
+            raise refusal if protection == "tls" else _unproven(address, refusal)
         if header.kind is not Kind.CHALLENGE:
             raise LinkBroken(f"expected a challenge, got {header.kind.name}")
-        challenge = frames.receive_json(sock, header.length, Challenge, HELLO_BYTES_MAX)
+        challenge = frames.receive_json(sock, header.length, Challenge, HELLO_BYTES_MAX, by)
+        sock.settimeout(usual_s)
         opening, key = Opening(protection, nonce, challenge.nonce), key_in_common(keys, [challenge.key])
         if key is None or not is_proof(challenge.proof, opening.holder_proof(key)):
             raise LinkBroken(f"{address} does not prove that it knows the fleet key")
@@ -277,6 +281,17 @@ def check_greeting(sock: socket.socket, greeting: Greeting, address: str) -> Non
         raise Conflict(f"a greeting for the relay at {greeting.to!r} came to {address}")
     if isinstance(sock, TlsSocket) and (reason := data_refusal(greeting.purpose, peer_of(sock))):
         raise Forbidden(reason)
+
+
+def _unproven(address: str, refusal: LaminarError) -> LaminarError:
+    """What to raise for a refusal that anybody on the way may have sent: it ends one connection, as he could in any
+    case. The demand for TLS is followed, since nobody can fake its other end."""
+    if isinstance(refusal, frames.TlsWanted):
+        return refusal
+    return LinkBroken(
+        f"{address}, which has not proven that it knows the fleet key, refuses: {one_line(refusal.message)}",
+        hint=one_line(refusal.hint),
+    )
 
 
 def _reason(error: OSError) -> str:

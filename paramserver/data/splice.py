@@ -30,6 +30,14 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 too, that hold a stream back for long."""
 
 
+def keep_alive(sock: socket.socket) -> None:
+    """What a connection needs whose bytes are passed on at once, by a peer that may vanish."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio leaves it off for sockets of `create_server`
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 class Owner(Protocol):
     """The port, as far as one connection needs it."""
 
@@ -78,12 +86,7 @@ class Splice(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         sock = self._transport.get_extra_info("socket")
-        sock.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # asyncio leaves it off for sockets of `create_server`
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        keep_alive(sock)
         self._timer = self._loop.call_later(HANDSHAKE_S, self._is_late)
         self._owner.opened(self)
 

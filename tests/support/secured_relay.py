@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import tempfile
 import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paramserver.daemon.access import AccessInterceptor, server_credentials
+from paramserver.daemon.grpc_port import GrpcPort, secured_server
 from protos.access.credentials import Credentials
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 from tests.support.fake_relay import FakeRelay
@@ -23,18 +24,33 @@ from tests.support.fake_relay import FakeRelay
 
 @contextlib.asynccontextmanager
 async def secured(credentials: Credentials, port: int = 0) -> AsyncIterator[tuple[FakeRelay, str]]:
-    """A fake relay behind the daemon's own access control, with health and reflection as the daemon has them."""
-    server = grpc.aio.server(interceptors=[AccessInterceptor(credentials)], options=[("grpc.so_reuseport", 0)])
-    found = FakeRelay()  # type: ignore[abstract]  # what no test calls is left out
-    pb_grpc.add_RelayServicer_to_server(found, server)
-    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
-    reflection.enable_server_reflection((health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    found.port = server.add_secure_port(f"127.0.0.1:{port}", server_credentials(credentials))
-    await server.start()
-    try:
+    """A fake relay behind the daemon's own access control, and its address."""
+    async with secured_front(credentials, port) as (found, _):
         yield found, f"127.0.0.1:{found.port}"
-    finally:
-        await server.stop(None)
+
+
+@contextlib.asynccontextmanager
+async def secured_front(
+    credentials: Credentials, port: int = 0, *, connections_max: int | None = None
+) -> AsyncIterator[tuple[FakeRelay, GrpcPort]]:
+    """A fake relay behind the daemon's own port, with health and reflection as the daemon has them."""
+    found = FakeRelay()  # type: ignore[abstract]  # what no test calls is left out
+    with tempfile.TemporaryDirectory(prefix="relay") as directory:
+        listener = socket.create_server(("127.0.0.1", port))
+        found.port = listener.getsockname()[1]
+        server, front = secured_server(
+            credentials, listener, Path(directory) / "grpc.sock", connections_max=connections_max
+        )
+        pb_grpc.add_RelayServicer_to_server(found, server)
+        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+        reflection.enable_server_reflection((health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        await server.start()
+        await front.serve()
+        try:
+            yield found, front
+        finally:
+            await server.stop(None)
+            await front.close()
 
 
 @contextlib.asynccontextmanager

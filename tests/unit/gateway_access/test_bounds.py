@@ -15,7 +15,7 @@ from yarl import URL
 
 from gateway.api import http_server
 from gateway.app import Gateway
-from gateway.core import connections
+from protos.access import connections
 from tests.support.keys import CALL, by, controlled
 from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_api.test_status import gateway

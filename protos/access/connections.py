@@ -1,7 +1,7 @@
-"""Which connections a gateway takes, and which make way: bounds on what whoever reaches its port can hold open. Pure.
+"""Which connections a port takes, and which make way: bounds on what whoever reaches it can hold open. Pure.
 
-A connection is a stranger's until its first request has passed access control (without API keys: until its first head
-is whole). Invariants:
+A connection is a stranger's until its first request has passed access control (at a gateway without API keys: until its
+first head is whole). Invariants:
 - there are never more than `total` connections, nor more than `per_address` of one address that is not this host's;
 - a stranger makes way for a newcomer once it had `STRANGER_S`, where there are `STRANGERS_MAX`, or no room is left:
   connections that say nothing keep nobody out for longer;
