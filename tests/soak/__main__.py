@@ -195,7 +195,7 @@ def main() -> int:
                 directory,
                 options.keep,
                 dirs_exist_ok=True,
-                ignore=shutil.ignore_patterns("disks", "etcd", "credentials"),
+                ignore=shutil.ignore_patterns("disks", "etcd", "credentials*"),
             )
     return status
 

@@ -26,6 +26,8 @@ class Access:
 
     def __init__(self, directory: Path) -> None:
         self.fleet = directory / "credentials"
+        self.elsewhere = directory / "credentials-elsewhere"
+        """Of another fleet, which strangers come from."""
         self.key_file = directory / "api-keys"
         self.keys = {kind: secrets.token_urlsafe(24) for kind in KEY_ROLES}
 
@@ -37,7 +39,8 @@ class Access:
         """`relays`: the address of each. CalledProcessError where a command failed."""
         self.key_file.touch(mode=0o600)
         self.key_file.write_text("".join(f"{role} {kind} {self.keys[kind]}\n" for kind, role in KEY_ROLES.items()))
-        await _credentials("init", str(self.fleet))
+        for fleet in (self.fleet, self.elsewhere):
+            await _credentials("init", str(fleet))
         for name, host in relays.items():
             await _credentials("issue", str(self.fleet), "relay", name, "--host", host)
         for name in gateways:

@@ -2,10 +2,11 @@
 
 Invariants:
 - a port is chosen once, outside of those that the kernel gives to connections, and kept over restarts;
-- relays reach each other, etcd and engines through links that can be cut; each relay advertises a loopback address of
-  its own (127.0.1.N), where its links listen, and listens itself on 127.0.0.1;
-- gateways have engines of their own and share one Redis; every HTTP port of a gateway asks for a key, and every gRPC
-  port of a relay for a certificate.
+- relays reach each other and etcd, and gateways the engines behind relays, through links that can be cut; each relay
+  advertises a loopback address of its own (127.0.1.N), where its links listen, and listens itself on 127.0.0.1;
+- gateways have engines of their own and share one Redis; an engine is called at the port in front of it of the relay
+  that it loads from, and by nobody past it; every HTTP port of a gateway asks for a key, and every port of a relay for
+  credentials.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from paramserver.membership.local import find_etcd, free_port
 from tests.soak import clocks, disks
 from tests.soak.access import Access
 from tests.soak.links import Link
+from tests.soak.places import EngineDoor, Places
 from tests.soak.processes import Program, Supervised
 from tests.soak.work import MODEL
 from tests.support.redis_servers import BINARY as REDIS
@@ -28,6 +30,8 @@ from tests.support.redis_servers import DURABLE
 from tests.support.tiny_model import tiny_model
 
 NUM_RELAYS, NUM_GATEWAYS, ENGINES_EACH, NUM_RUNNERS = 3, 2, 2, 2
+RELAYS, GATEWAYS = range(1, NUM_RELAYS + 1), range(1, NUM_GATEWAYS + 1)
+ENGINES = range(1, NUM_GATEWAYS * ENGINES_EACH + 1)
 MIB = 1 << 20
 POOL_BYTES, SHM_BYTES = 32 * MIB, 48 * MIB
 """A version has 1.6 MB, so a pool holds 20; it is allocated at a relay's start."""
@@ -98,11 +102,18 @@ class Fleet:
         """For the judge and for strangers, whose calls no fault may cut."""
         return f"127.0.0.1:{self._port(f'relay-{number} grpc')}"
 
-    def gateway_url_direct(self, number: int) -> str:
-        return f"http://127.0.0.1:{self._port(f'gateway-{number}')}"
+    @property
+    def places(self) -> Places:
+        """Where strangers try."""
+        return Places(
+            relays={f"relay-{n}": self.relay_address_direct(n) for n in RELAYS},
+            data={f"relay-{n}": f"127.0.0.1:{self._port(f'relay-{n} data')}" for n in RELAYS},
+            engines={f"engine-{n}": EngineDoor(self._port(f"engine-{n} tls"), _host(_relay_of(n))) for n in ENGINES},
+            gateways={f"gateway-{n}": f"http://127.0.0.1:{self._port(f'gateway-{n}')}" for n in GATEWAYS},
+        )
 
     def gateway_urls(self) -> list[str]:
-        return [f"http://127.0.0.1:{self.links[f'gateway-{n}'].listen[1]}" for n in range(1, NUM_GATEWAYS + 1)]
+        return [f"http://127.0.0.1:{self.links[f'gateway-{n}'].listen[1]}" for n in GATEWAYS]
 
     @property
     def until(self) -> Path:
@@ -117,8 +128,8 @@ class Fleet:
     async def start(self) -> None:
         """Stores first, then relays, engines, gateways, and whoever works with them."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        relays = {f"relay-{number}": _host(number) for number in range(1, NUM_RELAYS + 1)}
-        gateways = [f"gateway-{number}" for number in range(1, NUM_GATEWAYS + 1)]
+        relays = {f"relay-{number}": _host(number) for number in RELAYS}
+        gateways = [f"gateway-{number}" for number in GATEWAYS]
         await self.access.make(relays, gateways)
         self._lay_out()
         for link in self.links.values():
@@ -145,9 +156,9 @@ class Fleet:
     def _lay_out(self) -> None:
         self._etcd()
         self._redis()
-        for number in range(1, NUM_RELAYS + 1):
+        for number in RELAYS:
             self._relay(number)
-        for number in range(1, NUM_GATEWAYS + 1):
+        for number in GATEWAYS:
             self._gateway(number)
         for number in range(1, NUM_RUNNERS + 1):
             self._runner(number)
@@ -201,6 +212,7 @@ class Fleet:
         for of in ("grpc", "data"):
             self._link(f"{name} {of}", f"{name} {of}", listen=(own, self._port(f"{name} {of}")))
         self._disk(self.shm, name, SHM_BYTES)
+        engines = [f"engine-{engine}" for engine in ENGINES if _relay_of(engine) == number]
         self._add(
             name,
             "relay",
@@ -209,6 +221,7 @@ class Fleet:
             *(f"--port={self._port(f'{name} grpc')}", f"--data-port={self._port(f'{name} data')}"),
             *(f"--pool-dir={self.shm[name] / 'pool'}", f"--pool-bytes={POOL_BYTES}", f"--chunk-bytes={CHUNK_BYTES}"),
             f"--credentials={self.access.of(name)}",
+            *(f"--engine=vllm=http://127.0.0.1:{self._port(one)}@{self._port(f'{one} tls')}" for one in engines),
             "--retain=3",
         )
 
@@ -227,9 +240,9 @@ class Fleet:
         for at in range(ENGINES_EACH):
             engine = (number - 1) * ENGINES_EACH + at + 1
             self._engine(engine)
-            address = self._link(f"{name} to engine-{engine}", f"engine-{engine}")
-            relay = self.relay_address((engine - 1) % NUM_RELAYS + 1)
-            engines.append(f"--engine=engine-{engine}=vllm=http://{address}@{relay}")
+            relay, port = _relay_of(engine), f"engine-{engine} tls"
+            address = self._link(f"{name} to engine-{engine}", port, listen=(_host(relay), self._port(port)))
+            engines.append(f"--engine=engine-{engine}=vllm=https://{address}@{self.relay_address(relay)}")
         self._link(name, name)
         redis = self._link(f"{name} to redis", "redis")
         self._add(
@@ -267,6 +280,11 @@ class Fleet:
             LAMINAR_API_KEY=self.access.keys["trainer"],
             LAMINAR_CREDENTIALS=str(self.access.of("trainer")),
         )
+
+
+def _relay_of(engine: int) -> int:
+    """The number of the relay that an engine loads from, and whose port is in front of it."""
+    return (engine - 1) % NUM_RELAYS + 1
 
 
 def _host(relay: int) -> str:

@@ -12,7 +12,7 @@ from protos.access.credentials import Credentials
 from protos.errors import LaminarError, NotFound
 from tests.soak import disks
 from tests.soak.answers import Answers
-from tests.soak.fleet import NUM_GATEWAYS, NUM_RELAYS, Fleet
+from tests.soak.fleet import NUM_RELAYS, Fleet
 from tests.soak.growth import Growth, Sample, sample
 from tests.soak.journal import Follower
 from tests.soak.judge import Judge, Span
@@ -127,10 +127,7 @@ class Watchers:
         return [asyncio.create_task(self.read_relay(number)) for number in range(1, NUM_RELAYS + 1)]
 
     def strangers(self) -> asyncio.Task[None]:
-        fleet = self._fleet
-        relays = {f"relay-{number}": fleet.relay_address_direct(number) for number in range(1, NUM_RELAYS + 1)}
-        gateways = {f"gateway-{number}": fleet.gateway_url_direct(number) for number in range(1, NUM_GATEWAYS + 1)}
-        return asyncio.create_task(Strangers(fleet.access, relays, gateways, self._judge).run())
+        return asyncio.create_task(Strangers(self._fleet.access, self._fleet.places, self._judge).run())
 
     # ---- processes
 
