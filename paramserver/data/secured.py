@@ -100,6 +100,10 @@ class TlsSocket(ssl.SSLSocket):
         socket.socket.shutdown(self, how)
 
 
+class UnprovenRefusal(LinkBroken):
+    """A refusal by whoever has not proven the fleet key: the relay, which knows another one, or anybody on the way."""
+
+
 class DataAccess:
     """How a process with credentials opens and takes data connections. `tls`: it wants TLS of every connection."""
 
@@ -288,7 +292,7 @@ def _unproven(address: str, refusal: LaminarError) -> LaminarError:
     case. The demand for TLS is followed, since nobody can fake its other end."""
     if isinstance(refusal, frames.TlsWanted):
         return refusal
-    return LinkBroken(
+    return UnprovenRefusal(
         f"{address}, which has not proven that it knows the fleet key, refuses: {one_line(refusal.message)}",
         hint=one_line(refusal.hint),
     )

@@ -12,7 +12,7 @@ import aiohttp
 
 from paramserver.client import RelayClient
 from paramserver.data.frames import Greeting, LinkBroken
-from paramserver.data.secured import DataAccess
+from paramserver.data.secured import DataAccess, UnprovenRefusal
 from paramserver.data.tcp import TcpLink
 from paramserver.data.transport import Source
 from protos.access.credentials import Credentials
@@ -44,6 +44,8 @@ async def fetch(address: str, credentials: Credentials | None) -> None:
     """At the port for bytes. What is answered about the version, such as that it is not there, is not for strangers."""
     try:
         await asyncio.to_thread(_fetch, address, credentials)
+    except UnprovenRefusal as error:
+        raise Unauthenticated(error.message) from error
     except (Forbidden, Unauthenticated, LinkBroken, OutOfCapacity):
         raise
     except LaminarError:
