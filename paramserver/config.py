@@ -150,7 +150,10 @@ class RelayConfig:
         bool, "Map no memory into publishers: they send their bytes, which this relay copies and hashes again."
     ] = False
     metrics_port: Annotated[
-        int | None, PORT, Flag(show_default="none are served"), "Port of the Prometheus metrics; 0: any free one."
+        int | None,
+        PORT,
+        Flag(show_default="none are served"),
+        "Port of the Prometheus metrics, by TLS where there are credentials; 0: any free one.",
     ] = None
     max_rate: Annotated[
         int | None, Size(), "Bytes per second to send at most: links may be shared with training. At least 256KiB."

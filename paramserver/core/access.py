@@ -1,7 +1,7 @@
-"""Who may do what at a relay with credentials: the one table of gRPC methods, data and engine ports, and roles. Pure.
+"""Who may do what at a relay with credentials: the one table of gRPC methods, its other ports, and roles. Pure.
 
 An interceptor enforces it for gRPC (`paramserver.daemon.access`), `paramserver.data.secured` for data connections,
-`paramserver.data.engine_ports` for engines, and docs/security.md shows it.
+`paramserver.data.engine_ports` for engines, `paramserver.daemon.metrics` for metrics, and docs/security.md shows it.
 
 Invariants:
 - a method without an operation is refused to everybody;
@@ -38,7 +38,7 @@ def _operation(name: str, what: str, *roles: FleetRole, own: tuple[FleetRole, ..
     return Operation(name, what, frozenset(roles), frozenset(own))
 
 
-LOOK = _operation("look", "health, status, versions, stages, and who is master", *FLEET_ROLES)
+LOOK = _operation("look", "health, status, metrics, versions, stages, and who is master", *FLEET_ROLES)
 PIN = _operation("pin", "acquire, renew and release versions", "relay", "trainer", "engine-host", "gateway", "admin")
 REPORT = _operation("report", "report that an engine could not load", "trainer", "engine-host", "gateway", "admin")
 PUBLISH = _operation("publish", "claim a run; announce, commit and abort versions", "trainer", "admin")
@@ -92,6 +92,11 @@ def data_refusal(purpose: str, caller: Identity) -> str:
 def engine_refusal(caller: Identity) -> str:
     """Why `caller` may not connect to an engine; "" if it may."""
     return _unless_allowed(ENGINES, caller)
+
+
+def metrics_refusal(caller: Identity) -> str:
+    """Why `caller` may not read the metrics; "" if it may."""
+    return _unless_allowed(LOOK, caller)
 
 
 def _unless_allowed(operation: Operation, caller: Identity) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import Meter
@@ -12,6 +13,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import make_wsgi_app
 
+from paramserver.core.access import metrics_refusal
 from paramserver.core.records import Sealed
 from paramserver.daemon.grpc_port import Ports
 from paramserver.daemon.health import Health, with_health
@@ -21,6 +23,7 @@ from paramserver.data.engine_ports import EnginePortStatistics
 from paramserver.data.server import DataServer
 from protos.access.connections import ConnectionCounts
 from protos.access.credentials import Credentials
+from protos.access.tls import FleetTls
 from protos.errors import Conflict
 from protos.telemetry.metrics import Metric, Value, add_instruments, one
 
@@ -217,13 +220,16 @@ def export_metrics(meter: Meter, sources: Sources) -> None:
 
 
 def serve_metrics(host: str, port: int, sources: Sources, health: Health) -> tuple[str, Callable[[], None]]:
-    """Serves /metrics, and the relay's health beside it; returns "host:port" and what stops it. Raises Conflict
-    when the port is taken."""
+    """Serves /metrics, and the relay's health beside it; returns "host:port" and what stops it. Where the relay has
+    credentials, metrics are for holders of a certificate. Raises Conflict when the port is taken."""
+    credentials = sources.parts.credentials
     reader = PrometheusMetricReader()
     provider = MeterProvider([reader], Resource({"service.name": "laminar-relay", "relay": sources.parts.config.name}))
     export_metrics(provider.get_meter("laminar.relay"), sources)
     try:
-        address, stop_serving = serve_http(host, port, with_health(make_wsgi_app(), health))
+        tls = FleetTls(credentials, serving=True, refusal=metrics_refusal) if credentials is not None else None
+        served = make_wsgi_app() if tls is None else for_tls_alone(make_wsgi_app())
+        address, stop_serving = serve_http(host, port, with_health(served, health), tls)
     except OSError as error:
         raise Conflict(
             f"cannot serve metrics on {host}:{port}: {error.strerror}", hint="choose another --metrics-port"
@@ -234,3 +240,15 @@ def serve_metrics(host: str, port: int, sources: Sources, health: Health) -> tup
         provider.shutdown()
 
     return address, stop
+
+
+def for_tls_alone(application: WSGIApplication) -> WSGIApplication:
+    """`application` for connections by TLS, whose other end has shown a certificate; the others get 403."""
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["wsgi.url_scheme"] == "https":
+            return application(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [b"metrics are served by https, to certificates of the fleet, such as a reader's\n"]
+
+    return answer

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 from collections.abc import Callable, Iterable
 
@@ -35,6 +36,17 @@ class FleetTls:
         self._credentials, self._serving, self._refusal = credentials, serving, refusal
         self._made: tuple[Material, ssl.SSLContext] | None = None
 
+    def wrap(self, sock: socket.socket) -> ssl.SSLSocket:
+        """`sock` after a handshake, which its timeout bounds; closed if that fails. Raises ssl.SSLError (PeerRefused is
+        one), or TimeoutError."""
+        wrapped = self.context().wrap_socket(sock, server_side=self._serving)
+        try:
+            _check(wrapped, self._refusal)
+        except BaseException:
+            wrapped.close()
+            raise
+        return wrapped
+
     def context(self) -> ssl.SSLContext:
         """That of the credentials as they are now."""
         material = self._credentials.material
@@ -60,14 +72,19 @@ def _checked_by(refusal: Refusal) -> type[ssl.SSLObject]:
     class Checked(ssl.SSLObject):
         def do_handshake(self) -> None:
             super().do_handshake()
-            try:
-                reason = refusal(peer_of(self))
-            except Unauthenticated as error:
-                raise PeerRefused(error.message) from error
-            if reason:
-                raise PeerRefused(reason)
+            _check(self, refusal)
 
     return Checked
+
+
+def _check(connection: ssl.SSLSocket | ssl.SSLObject, refusal: Refusal) -> None:
+    """Raises PeerRefused."""
+    try:
+        reason = refusal(peer_of(connection))
+    except Unauthenticated as error:
+        raise PeerRefused(error.message) from error
+    if reason:
+        raise PeerRefused(reason)
 
 
 def new_context(material: Material, *, serving: bool) -> ssl.SSLContext:

@@ -59,13 +59,15 @@ def alerts() -> list[str]:
 
 
 def write_configuration(directory: Path, targets: Mapping[str, Sequence[str]]) -> Path:
-    """The example's configuration, with these targets for its jobs, and without keys: no daemon here asks for one."""
+    """The example's configuration, with these targets for its jobs, and without keys and certificates: no daemon here
+    asks for any."""
     config = yaml.safe_load((FOLDER / "scrape.yaml").read_text())
     config["global"] = {"scrape_interval": INTERVAL, "evaluation_interval": INTERVAL}
     jobs = [job for job in config["scrape_configs"] if job["job_name"] in targets]
     assert {job["job_name"] for job in jobs} == set(targets)
     for job in jobs:
-        job.pop("authorization", None)
+        for name in ("authorization", "scheme", "tls_config"):
+            job.pop(name, None)
         job["static_configs"] = [{"targets": list(targets[job["job_name"]])}]
     config["scrape_configs"] = jobs
     rules = yaml.safe_load((FOLDER / "alerts.yaml").read_text())

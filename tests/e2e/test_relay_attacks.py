@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import httpx
 import msgspec
 import pytest
 
@@ -46,11 +47,12 @@ FETCH = Greeting("fetch", MODEL, 1, "stranger")
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A relay at `address`, its port for bytes at `data`, its port in front of an engine at `engine`, and its fleet;
-    `scratch` is for strangers' credentials."""
+    """A relay at `address`, its port for bytes at `data`, for metrics at `metrics`, its port in front of an engine at
+    `engine`, and its fleet; `scratch` is for strangers' credentials."""
 
     address: str
     data: str
+    metrics: str
     engine: str
     fleet: Path
     scratch: Path
@@ -139,6 +141,30 @@ async def unknown_method(scene: Scene) -> str:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call(b"")
         return refused.value.code().name
+
+
+async def metrics_in_the_clear(scene: Scene) -> str:
+    async with httpx.AsyncClient(timeout=60.0) as http:
+        assert (await http.get(f"http://{scene.metrics}/healthz")).text == "ok\n"
+        answer = await http.get(f"http://{scene.metrics}/metrics")
+    return f"{answer.status_code}: {answer.text.strip()}"
+
+
+async def metrics_without_certificate(scene: Scene) -> str:
+    return await _metrics(scene, client_context(scene.fleet))
+
+
+async def metrics_by_a_foreigner(scene: Scene) -> str:
+    issuer = Authority.new(datetime.datetime.now(datetime.UTC))
+    return await _metrics(scene, client_context(scene.fleet, scene.stranger("foreign-at-metrics", issuer)))
+
+
+async def _metrics(scene: Scene, context: ssl.SSLContext) -> str:
+    async with httpx.AsyncClient(timeout=60.0, verify=context) as http:
+        try:
+            return (await http.get(f"https://{scene.metrics}/metrics")).text
+        except (httpx.TransportError, ssl.SSLError):
+            return "the connection ends in its handshake"
 
 
 async def bytes_in_the_clear(scene: Scene) -> str:
@@ -271,6 +297,9 @@ ATTEMPTS: dict[str, Attempt] = {
     "a gateway drops a model": gateway_drops,
     "a trainer drains a relay": trainer_drains,
     "a relay adopts a registry": relay_adopts,
+    "metrics in the clear": metrics_in_the_clear,
+    "metrics without a certificate": metrics_without_certificate,
+    "metrics with an administrator's certificate of another CA": metrics_by_a_foreigner,
     "bytes in the clear": bytes_in_the_clear,
     "bytes with the fleet key of another fleet": bytes_with_another_key,
     "bytes of a model that there is not": bytes_for_another_model,
@@ -290,13 +319,13 @@ ATTEMPTS: dict[str, Attempt] = {
 async def scene(relays: Relays, fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.delenv(CREDENTIALS_VARIABLE, raising=False)
     async with RawEngine(echo) as engine:
-        flags = ("--credentials", str(fleet / "relay"), f"--engine=embedded={engine.url}")
+        flags = ("--metrics-port=0", "--credentials", str(fleet / "relay"), f"--engine=embedded={engine.url}")
         daemon = await asyncio.to_thread(relays.start, "a", *flags)
         async with RelayClient(
             daemon.ready["grpc"], timeout_s=60.0, credentials=Credentials(fleet / "reader")
         ) as reader:
             [port] = (await reader.status()).engine_ports
-        found = Scene(daemon.ready["grpc"], daemon.ready["data"], port.url, fleet, tmp_path)
+        found = Scene(daemon.ready["grpc"], daemon.ready["data"], daemon.ready["metrics"], port.url, fleet, tmp_path)
         async with found.client("trainer") as trainer:
             await (await publish(trainer, MODEL, source_of(weights(1)), step=1, run="r")).wait_sealed(60.0)
         yield found

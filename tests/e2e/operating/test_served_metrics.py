@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 
 from deploy.setup_env import ROOT
 from tests.support import processes
+from tests.support.engine_port import context_of
 from tests.support.fleet import until
 from tests.support.processes import Daemon
 from tests.support.relays import Relays
@@ -29,9 +31,9 @@ LABELS = {"model", "engine", "reason"}
 PROMETHEUS_ADDS = {"job", "instance"}
 
 
-def served(url: str) -> dict[str, set[str]]:
-    """Metric to the labels of its series."""
-    text = httpx.get(f"{url}/metrics", timeout=60.0).raise_for_status().text
+def served(url: str, tls: ssl.SSLContext | None = None) -> dict[str, set[str]]:
+    """Metric to the labels of its series. `tls`: with the certificate of whoever asks."""
+    text = httpx.get(f"{url}/metrics", timeout=60.0, verify=tls or True).raise_for_status().text
     series = re.findall(r"^([a-z_]+)(?:\{(.*)\})? \S+$", text, re.MULTILINE)
     return {name: set(re.findall(r'(\w+)="', labels)) for name, labels in series}
 
@@ -41,9 +43,9 @@ def of_a_relay(relays: Relays, directory: Path, fleet: Path) -> dict[str, set[st
     relay = relays.start("a", "--metrics-port=0", f"--spill={directory / 'spill'}", f"--credentials={fleet / 'relay'}")
     with Publisher(relay.ready["grpc"], credentials=fleet / "trainer") as publisher:
         publisher.publish({"w": np.ones(4, np.float32)}, step=1, wait="sealed")
-    url = f"http://{relay.ready['metrics']}"
-    until(lambda: "laminar_relay_newest_version" in served(url), "the version in the metrics")
-    return served(url)
+    url, reader = f"https://{relay.ready['metrics']}", context_of(fleet / "reader", fleet)
+    until(lambda: "laminar_relay_newest_version" in served(url, reader), "the version in the metrics")
+    return served(url, reader)
 
 
 def of_a_gateway(directory: Path, redis: str, fleet: Path) -> dict[str, set[str]]:

@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 
 from deploy.setup_env import ROOT
+from paramserver.credentials.fleet import Fleet
+from protos.access.certificates import identity_in, read_certificates
 from tests.unit.deploy import test_compose
 from tests.unit.deploy.command_lines import check
 
@@ -37,8 +39,10 @@ def test_it_scrapes_the_services_of_the_fleet_under_the_jobs_of_the_rules() -> N
         assert int(port) == (options["metrics_port"] if service == "relay" else options["port"])
 
 
-def test_only_the_gateway_gets_a_key_and_it_is_a_readers(tmp_path: Path) -> None:
+def test_a_readers_key_and_certificate_are_all_that_prometheus_gets(tmp_path: Path) -> None:
     jobs = read(FOLDER / "prometheus.yaml")["scrape_configs"]
+    shown = {job["job_name"]: job["tls_config"] for job in jobs if "tls_config" in job}
+    assert shown == {"laminar-relay": {f"{name}_file": f"/key/{name}.pem" for name in ("ca", "cert", "key")}}
     files = {job["job_name"]: job["authorization"]["credentials_file"] for job in jobs if "authorization" in job}
     assert files == {"laminar-gateway": "/key/reader.key"}
     assert "reader-key:/key:ro" in SERVICES["prometheus"]["volumes"]
@@ -46,14 +50,22 @@ def test_only_the_gateway_gets_a_key_and_it_is_a_readers(tmp_path: Path) -> None
     keys = tmp_path / "keys"
     keys.write_text("admin admin key-of-an-admin-0\nreader reader key-of-a-reader-1\nreader other key-of-a-reader-2\n")
     keys.chmod(0o600)
-    here = [word.replace("/gateway/keys", str(keys)).replace("/data/", f"{tmp_path}/") for word in command]
+    Fleet.init(tmp_path / "fleet", ["relay"], days=1)
+    places = {"/gateway/keys": str(keys), "/data/": f"{tmp_path}/", "/fleet/": f"{tmp_path}/fleet/"}
+    here = [re.sub("|".join(places), lambda found: places[found[0]], word) for word in command]
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     subprocess.run(here, env=environment, check=True, timeout=120)
     assert (tmp_path / "reader.key").read_text() == "key-of-a-reader-1\n"
+    assert {path.name for path in tmp_path.glob("*.pem")} == {"ca.pem", "cert.pem", "key.pem"}
+    assert all(path.stat().st_mode & 0o004 for path in tmp_path.glob("*.pem"))
+    [certificate] = read_certificates((tmp_path / "cert.pem").read_bytes(), "cert.pem")
+    assert identity_in(certificate).role == "reader"
     made = test_compose.SERVICES["keys"]["command"][-1]
     assert "/data/keys" in made
     assert "gateway:/data" in test_compose.SERVICES["keys"]["volumes"]
     assert "gateway:/gateway:ro" in SERVICES["reader-key"]["volumes"]
+    assert "fleet:/fleet" in test_compose.SERVICES["credentials"]["volumes"]
+    assert "fleet:/fleet:ro" in SERVICES["reader-key"]["volumes"]
 
 
 def test_what_is_mounted_is_there() -> None:

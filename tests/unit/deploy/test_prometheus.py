@@ -25,6 +25,7 @@ from tests.unit.deploy.command_lines import check, options_of_all
 
 FOLDER = ROOT / "deploy/prometheus"
 READER_KEY = "laminar-reader.key"
+READER_FILES = [f"laminar-reader/{name}.pem" for name in ("ca", "cert", "key")]
 RUNBOOK = ROOT / "docs/alerts.md"
 PROMTOOL = shutil.which("promtool", path=f"{os.environ.get('PATH', '')}:/usr/local/bin:/usr/bin")
 RULES: list[dict[str, Any]] = [
@@ -86,10 +87,12 @@ def test_each_alert_fires_in_a_test_of_rules() -> None:
     assert {rule["alert"] for rule in RULES} == set(re.findall(r'alertname="(\w+)"', text))
 
 
-def test_the_gateway_is_scraped_with_a_key_and_nobody_else_is() -> None:
+def test_the_gateway_is_scraped_with_a_key_and_relays_with_a_certificate() -> None:
     jobs = yaml.safe_load((FOLDER / "scrape.yaml").read_text())["scrape_configs"]
     files = {job["job_name"]: job["authorization"]["credentials_file"] for job in jobs if "authorization" in job}
     assert files == {"laminar-gateway": READER_KEY}
+    [relay] = [job for job in jobs if job["job_name"] == "laminar-relay"]
+    assert (relay["scheme"], set(relay["tls_config"].values())) == ("https", set(READER_FILES))
 
 
 def test_the_job_of_engines_that_the_comment_shows_is_one(tmp_path: Path) -> None:
@@ -116,6 +119,9 @@ def test_promtool_takes_the_rules_and_they_fire_when_they_should(words: tuple[st
     for path in FOLDER.glob("*.yaml"):
         shutil.copy(path, tmp_path)
     (tmp_path / READER_KEY).write_text("key-of-a-reader\n")
+    Fleet.init(tmp_path / "fleet", ["engines-0"], days=1)
+    (tmp_path / "fleet/reader").rename(tmp_path / "laminar-reader")
+    assert all((tmp_path / name).exists() for name in READER_FILES)
     done = subprocess.run([PROMTOOL, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SUCCESS" in done.stdout

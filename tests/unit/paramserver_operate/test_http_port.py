@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import shutil
 import socket
+import ssl
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client import make_wsgi_app
 
+from paramserver.core.access import metrics_refusal
+from paramserver.credentials.authority import Authority
+from paramserver.credentials.fleet import Fleet
 from paramserver.daemon.health import Health, with_health
 from paramserver.daemon.http_port import CONNECTIONS_MAX, serve_http
+from paramserver.daemon.metrics import for_tls_alone
+from protos.access.credentials import Credentials
+from protos.access.fleet import FLEET_ROLES, Identity
+from protos.access.tls import FleetTls
+from tests.support.engine_port import context_of
+from tests.support.fleet_credentials import authority_of, write_holder
 
 PATIENCE_S = 30.0
 NUM_STRANGERS = 3 * CONNECTIONS_MAX
@@ -79,3 +93,81 @@ def test_it_ends_with_connections_open() -> None:
         stop()
         with contextlib.suppress(ConnectionResetError):
             assert found[-1].recv(1) == b""
+
+
+# -- with credentials
+
+
+@pytest.fixture
+def secured(fleet: Path) -> Iterator[int]:
+    tls = FleetTls(Credentials(fleet / "relay"), serving=True, refusal=metrics_refusal)
+    address, stop = serve_http("127.0.0.1", 0, with_health(for_tls_alone(make_wsgi_app()), Health()), tls)
+    yield int(address.rpartition(":")[2])
+    stop()
+
+
+def fetched(port: int, context: ssl.SSLContext | None) -> bytes:
+    scheme = "http" if context is None else "https"
+    with urllib.request.urlopen(f"{scheme}://127.0.0.1:{port}/metrics", timeout=PATIENCE_S, context=context) as answer:
+        return bytes(answer.read())
+
+
+def ends(port: int, context: ssl.SSLContext) -> bool:
+    """Whether the connection ends unanswered: by an alert, a reset or a broken pipe, as the two ends' timing has it."""
+    with pytest.raises(OSError) as met:  # noqa: PT011 - of many kinds
+        fetched(port, context)
+    return not isinstance(met.value, urllib.error.HTTPError)
+
+
+@pytest.mark.parametrize("role", FLEET_ROLES)
+def test_metrics_are_for_holders_of_a_certificate(secured: int, fleet: Path, role: str) -> None:
+    assert b"python_info" in fetched(secured, context_of(fleet / role, fleet))
+    assert probe(secured) == b"ok\n", "probes have none"
+
+
+def test_nobody_else_reads_metrics(secured: int, fleet: Path, tmp_path: Path) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        fetched(secured, None)
+    admin = Identity("admin", "a")
+    strangers = [
+        None,
+        write_holder(tmp_path / "foreign", Authority.new(datetime.datetime.now(datetime.UTC)), admin, trusts=fleet),
+        write_holder(tmp_path / "expired", authority_of(fleet), admin, trusts=fleet, days_ago=31),
+        write_holder(tmp_path / "odd", authority_of(fleet), Identity("root", "a"), trusts=fleet),  # type: ignore[arg-type]
+    ]
+    for holder in strangers:
+        assert ends(secured, context_of(holder, fleet))
+    assert b"python_info" in fetched(secured, context_of(fleet / "reader", fleet))
+
+
+@pytest.mark.parametrize("says", [b"\x16", b"\x16\x03\x01\x40\x00" + bytes(99)])
+def test_half_handshakes_keep_nobody_out(secured: int, fleet: Path, says: bytes) -> None:
+    before = threading.active_count()
+    with strangers(secured, says):
+        assert probe(secured) == b"ok\n"
+        assert b"python_info" in fetched(secured, context_of(fleet / "reader", fleet))
+        threads_end(before + CONNECTIONS_MAX + 1)
+
+
+def test_a_handshake_has_its_time_as_a_whole(secured: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paramserver.daemon.http_port._Handler.timeout", 0.2)
+    with socket.create_connection(("127.0.0.1", secured), PATIENCE_S) as sock:
+        sock.sendall(b"\x16")
+        assert sock.recv(1) == b""
+
+
+def test_replaced_certificates_count_for_the_next_connection(own_fleet: Path, tmp_path: Path) -> None:
+    credentials = Credentials(own_fleet / "relay")
+    tls = FleetTls(credentials, serving=True, refusal=metrics_refusal)
+    address, stop = serve_http("127.0.0.1", 0, for_tls_alone(make_wsgi_app()), tls)
+    port = int(address.rpartition(":")[2])
+    try:
+        former = context_of(shutil.copytree(own_fleet / "reader", tmp_path / "former"), own_fleet)
+        assert fetched(port, former)
+        for _ in range(3):
+            Fleet(own_fleet).rotate(30)
+            credentials.refresh()
+        assert ends(port, former)
+        assert fetched(port, context_of(own_fleet / "reader", own_fleet))
+    finally:
+        stop()
