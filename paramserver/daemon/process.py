@@ -35,7 +35,7 @@ from paramserver.data.spill import Spill
 from paramserver.host import address_of
 from paramserver.membership.etcd import CALL_TIMEOUT_S, START_TIMEOUT_S, EtcdRegistry
 from paramserver.memory import stored
-from paramserver.memory.pool import Pool
+from paramserver.memory.pool import GRPC_SOCKET, PUBLISH_SOCKET, Pool
 from paramserver.memory.private import keep_private
 from paramserver.memory.store import Snapshot, Store
 from paramserver.relay.member_lease import MemberLease
@@ -156,7 +156,7 @@ async def relay_process(
         )
         stack.push_async_callback(asyncio.to_thread, data.close)
         data.serve_tcp(data_listener)
-        socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir, "publish.sock")
+        socket_path = None if config.distrust_publisher else _socket_path(config.pool_dir, PUBLISH_SOCKET)
         if socket_path is not None:
             data.serve_unix(socket_path, group=_group(config))
 
@@ -279,7 +279,7 @@ def _grpc_server(
 ) -> tuple[grpc.aio.Server, GrpcPort | None]:
     """A server of gRPC, and the port in front of it, which only one with credentials has."""
     if credentials is not None:
-        path = _socket_path(config.pool_dir, "grpc.sock")
+        path = _socket_path(config.pool_dir, GRPC_SOCKET)
         server, port = secured_server(credentials, listener, path, SERVER_OPTIONS)
         stack.push_async_callback(port.close)
         return server, port

@@ -48,7 +48,9 @@ BLANK_BYTES_MAX = (4 << 30) + (1 << 20)  # a file of the SDK's default size with
 LAYOUTS_MAX = 16  # models for whose next version the pool keeps files of the right sizes
 PIECE_BYTES = 256 << 20  # allocated, or touched, at once: how long a stop may wait
 SMALL_BYTES = 1 << 20  # a smaller file is not worth cutting from a warm one
-OURS = {".lock", "free", "filling", "snapshots", "records", "publish.sock"}  # all that a relay puts into its directory
+PUBLISH_SOCKET, GRPC_SOCKET = "publish.sock", "grpc.sock"
+OURS = {".lock", "free", "filling", "snapshots", "records", PUBLISH_SOCKET, GRPC_SOCKET}
+"""All that a relay puts into its directory; what one that was killed left there is no obstacle to the next."""
 
 
 class PoolFile:

@@ -65,9 +65,24 @@ async def test_a_fleet_with_credentials_does_all_that_one_without_does(
     )
 
 
-def publish_all(address: str, holder: Path, tensors: Arrays) -> None:
+def publish_all(address: str, holder: Path, tensors: Arrays, step: int = 1) -> None:
     with Publisher(address, MODEL, credentials=holder, timeout_s=60.0) as publisher:
-        publisher.publish(tensors, step=1, wait="all")
+        publisher.publish(tensors, step=step, wait="all")
+
+
+async def test_a_relay_that_was_killed_serves_again_from_its_pool(relays: Relays, fleet: Path) -> None:
+    flags = ("--credentials", str(fleet / "relay"), "--pool-dir", str(relays.pools / "kept"))
+    first = relays.start("a", *flags)
+    await asyncio.to_thread(publish_all, first.ready["grpc"], fleet / "trainer", weights(1))
+    first.kill()
+    second = relays.start("a", *flags)
+    async with client(second.ready["grpc"], fleet / "reader") as reader:
+
+        async def back() -> bool:
+            return [one.version for one in await reader.versions(MODEL)] == [1]
+
+        await until(back, "the version is there again")
+    await asyncio.to_thread(publish_all, second.ready["grpc"], fleet / "trainer", weights(2), 2)
 
 
 async def test_who_may_not_is_told_what_would(relays: Relays, fleet: Path) -> None:

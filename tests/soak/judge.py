@@ -27,6 +27,7 @@ Kind = Literal[
     "lease lost",
     "unknown session",
     "process ended",
+    "stood still",
     "unexpected error",
     "stranger let in",
 ]

@@ -73,6 +73,11 @@ class Supervised:
         return process.pid if process is not None and process.returncode is None else None
 
     @property
+    def serves(self) -> bool:
+        """Whether the present process has announced that it does; whether it runs, if it announces nothing."""
+        return self.pid is not None and self._is_ready()
+
+    @property
     def life_s(self) -> float:
         return time.monotonic() - self._started_s
 

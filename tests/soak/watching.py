@@ -16,6 +16,7 @@ from tests.soak.fleet import NUM_RELAYS, Fleet
 from tests.soak.growth import Growth, Sample, sample
 from tests.soak.journal import Follower
 from tests.soak.judge import Judge, Span
+from tests.soak.liveness import Liveness
 from tests.soak.strangers import Strangers
 from tests.soak.work import MODEL
 
@@ -40,6 +41,7 @@ class Watchers:
         self._spans: deque[Span] = deque()
         self._waiting: defaultdict[int, list[Span]] = defaultdict(list)  # by a version whose step is not known yet
         self.growth = Growth()
+        self._liveness = Liveness()
 
     @property
     def unjudged(self) -> int:
@@ -131,6 +133,15 @@ class Watchers:
 
     # ---- processes
 
+    def _look_for_stalls(self, now_s: float) -> None:
+        """While there is load."""
+        if self._fleet.until.exists():
+            return
+        counts = {name: self._judge.counts[name] for name in ("versions", "turns", "snapshots read")}
+        serving = {name: process.serves for name, process in self._fleet.processes.items()}
+        for what in self._liveness.look(counts, serving, now_s):
+            self._judge.find("stood still", what)
+
     async def measure(self) -> None:
         for number in itertools.count(1):
             now_s = time.monotonic() - self._began_s
@@ -142,4 +153,5 @@ class Watchers:
                 used_mb = disks.used_bytes(directory) / (1 << 20)
                 self.growth.add("pool", name, 0, Sample(now_s, now_s, 0.0, 0.0, used_mb))
             self.growth.forget_before(now_s / 2)
+            self._look_for_stalls(now_s)
             await asyncio.sleep(max(0.0, self._began_s + number * SAMPLE_S - time.monotonic()))

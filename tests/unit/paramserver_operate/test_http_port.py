@@ -114,7 +114,7 @@ def fetched(port: int, context: ssl.SSLContext | None) -> bytes:
 
 def ends(port: int, context: ssl.SSLContext) -> bool:
     """Whether the connection ends unanswered: by an alert, a reset or a broken pipe, as the two ends' timing has it."""
-    with pytest.raises(OSError) as met:  # noqa: PT011 - of many kinds
+    with pytest.raises(OSError) as met:
         fetched(port, context)
     return not isinstance(met.value, urllib.error.HTTPError)
 
