@@ -68,7 +68,8 @@ def test_a_stage_that_fails_fails_the_run_and_stops_no_other(checkout: Path) -> 
     calls = [line for line in (checkout / "bin" / "calls").read_text().splitlines() if line.startswith("make ")]
     assert calls[:3] == ["make system-packages", "make demo", "make test"], "as README has it"
     stages = re.findall(r'^  \[\S+\]="(make .*)"$', (checkout / "clone" / ".ci" / "run").read_text(), re.MULTILINE)
-    assert sorted(calls) == sorted(stages), "each once"
+    in_room = [stage.replace("${LAMINAR_CI_ROOM:-.}", "ROOM") for stage in stages]
+    assert sorted(re.sub(r"/tmp/ci\.\w+", "ROOM", call) for call in calls) == sorted(in_room), "each once"
     assert "make test-faults" in calls, "`make test` leaves these out"
     summary = done.stdout.splitlines()[-1]
     assert re.match(r"ci: FAILED in \d+:\d\d \| system-packages \d+:\d\d \| demo \d+:\d\d FAILED \| test \d", summary)
