@@ -67,7 +67,7 @@ from gateway.tasks import PromptPool
 from gateway.tasks.shared import SharedPromptPool
 from gateway.tokens import Codec
 from paramserver.membership import EtcdRegistry
-from protos.access.connections import Connections
+from protos.access.connections import STRANGER_S, Connections
 from protos.access.key_file import KeyFile
 from protos.access.listening import check_listening, warn_insecure
 from protos.errors import InvalidRequest
@@ -407,7 +407,7 @@ def _admin_routes(config: GatewayConfig, admin: AdminDeps, place: AdminPlace, ac
 
 
 def _connections(config: GatewayConfig) -> Connections[Any]:
-    return Connections(config.connections_max, config.connections_per_address)
+    return Connections(config.connections_max, config.connections_per_address, STRANGER_S)
 
 
 def _application(config: GatewayConfig, control: Sequence[Middleware]) -> web.Application:

@@ -1,5 +1,15 @@
-"""`python -m paramserver` is the `paramserver` command."""
+"""The `paramserver` command, also as `python -m paramserver`."""
 
-from paramserver.cli import main
+import os
 
-main()
+
+def main() -> None:
+    """Sets what gRPC reads when it is imported, or strangers could fill the log: a line for each failed handshake."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    from paramserver.cli import main as command
+
+    command()
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -28,7 +28,7 @@ import grpc.aio
 from paramserver.daemon.access import AccessInterceptor, server_credentials
 from paramserver.data.engine_ports import EnginePort, open_files_max
 from paramserver.data.splice import keep_alive
-from protos.access.connections import ConnectionCounts, Connections
+from protos.access.connections import Bound, ConnectionCounts, Connections
 from protos.access.credentials import Credentials
 
 log = logging.getLogger(__name__)
@@ -37,13 +37,19 @@ CONNECTIONS_MAX = 4096
 """Relays, trainers' ranks, engines and gateways have a few each."""
 PER_ADDRESS_MAX = 256
 """Of one address: a host with eight ranks, their engines and a gateway has some forty."""
+STRANGER_S = 0.5
+"""A flood that fills all places in less turns some callers away, who try again; a longer time would turn away more of
+them, a shorter one would end their handshakes on a busy host."""
 FILES_EACH = 3
 """The connection, and both ends of the one to gRPC."""
 CLOSING_S = 10.0
 """For the last bytes to a caller that may not read them."""
 HANDSHAKE_MS = 5_000
 """Of TLS; gRPC's own bound is two minutes. An honest caller takes milliseconds."""
+BACKLOG = 512
+"""Connections that the kernel holds until they are accepted."""
 LOG_EVERY_S = 10.0
+_BOUNDS: Mapping[Bound, str] = {"total": "too many are open", "per_address": "too many of its address are open"}
 
 
 def secured_server(
@@ -75,16 +81,21 @@ class GrpcPort:
         total = (
             min(CONNECTIONS_MAX, open_files_max() // (4 * FILES_EACH)) if connections_max is None else connections_max
         )
-        self._connections: Connections[_Caller] = Connections(total, min(PER_ADDRESS_MAX, max(1, total // 2)))
+        self._connections: Connections[_Caller] = Connections(
+            total, min(PER_ADDRESS_MAX, max(1, total // 2)), STRANGER_S
+        )
         self._listener, self._socket_path = listener, socket_path
         self._by_name: dict[str, _Caller] = {}  # by the name of its end at gRPC
         self._callers: set[_Caller] = set()
         self._server: asyncio.Server | None = None
         self._logged_at = -LOG_EVERY_S
+        self._num_strange = 0  # connections that ended as strangers'
 
     async def serve(self) -> None:
         """Once gRPC listens."""
-        self._server = await asyncio.get_running_loop().create_server(lambda: _Caller(self), sock=self._listener)
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: _Caller(self), sock=self._listener, backlog=BACKLOG
+        )
 
     def stop_accepting(self) -> None:
         """Connections that stand go on, until gRPC ends them."""
@@ -116,13 +127,13 @@ class GrpcPort:
         if found.leaves is not None:
             found.leaves.abort()
         if found.refused is not None:
-            self._log_refusal(caller, f"too many are open ({found.refused.replace('_', ' ')})")
+            self._log(f"a connection of {caller.address} to the gRPC port is refused: {_BOUNDS[found.refused]}")
             caller.abort()
             return
         try:
             sock = self._connect()
         except OSError as error:
-            self._log_refusal(caller, str(error))
+            self._log(f"a connection of {caller.address} to the gRPC port is refused: {error}")
             caller.abort()
             return
         name = sock.getsockname()[1:].decode("ascii")
@@ -142,14 +153,21 @@ class GrpcPort:
 
     def closed(self, caller: _Caller) -> None:
         self._callers.discard(caller)
+        if self._connections.is_stranger(caller):
+            self._num_strange += 1
+            self._log(
+                f"{self._num_strange} connections to the gRPC port have ended, the last of them from {caller.address}, "
+                "before a call was let through: their callers have no valid certificate of the fleet, or called nothing"
+            )
         self._connections.closed(caller)
         self._by_name.pop(caller.name, None)
 
-    def _log_refusal(self, caller: _Caller, reason: str) -> None:
+    def _log(self, what: str) -> None:
+        """A line in a while: strangers must not fill the log."""
         now = time.monotonic()
         if now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
-            log.warning("a connection of %s to the gRPC port is refused: %s", caller.address, reason)
+            log.warning("%s", what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from paramserver.config import RelayConfig
 from paramserver.core.records import Member
 from paramserver.daemon.access import check_serves
 from paramserver.daemon.engines import open_engine_ports, registered
-from paramserver.daemon.grpc_port import GrpcPort, Ports, secured_server
+from paramserver.daemon.grpc_port import BACKLOG, GrpcPort, Ports, secured_server
 from paramserver.daemon.health import Health, report_health
 from paramserver.daemon.metrics import Sources, export_metrics, serve_metrics
 from paramserver.daemon.parts import RelayParts
@@ -51,8 +51,6 @@ from protos.telemetry import options as telemetry_options
 log = logging.getLogger(__name__)
 
 DRAIN_S = 2.0
-BACKLOG = 512
-"""Connections to the gRPC port that the kernel holds until they are accepted."""
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a port that is taken must be refused, not shared
     ("grpc.max_receive_message_length", 64 << 20),  # an announcement names every tensor

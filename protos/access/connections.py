@@ -3,7 +3,7 @@
 A connection is a stranger's until its first request has passed access control (at a gateway without API keys: until its
 first head is whole). Invariants:
 - there are never more than `total` connections, nor more than `per_address` of one address that is not this host's;
-- a stranger makes way for a newcomer once it had `STRANGER_S`, where there are `STRANGERS_MAX`, or no room is left:
+- a stranger makes way for a newcomer once it had `stranger_s`, where there are `STRANGERS_MAX`, or no room is left:
   connections that say nothing keep nobody out for longer;
 - one that is not a stranger's never makes way: what exceeds the bounds is refused.
 """
@@ -47,10 +47,11 @@ class ConnectionCounts:
 
 @dataclass(slots=True)
 class Connections(Generic[C]):
-    """`now` is in seconds of any one clock."""
+    """`now` is in seconds of any one clock. `stranger_s`: how long a stranger keeps its place at least."""
 
     total: int
     per_address: int
+    stranger_s: float
     _address_of: dict[C, str] = field(default_factory=dict)
     _of_address: Counter[str] = field(default_factory=Counter)
     _strangers: dict[C, float] = field(default_factory=dict)  # since when; the oldest first
@@ -79,11 +80,15 @@ class Connections(Generic[C]):
         if len(self._strangers) < STRANGERS_MAX and len(self._address_of) < self.total:
             return None
         oldest = next(iter(self._strangers), None)
-        return oldest if oldest is not None and now - self._strangers[oldest] >= STRANGER_S else None
+        return oldest if oldest is not None and now - self._strangers[oldest] >= self.stranger_s else None
 
     def known(self, connection: C) -> None:
         """A request of it was let through."""
         self._strangers.pop(connection, None)
+
+    def is_stranger(self, connection: C) -> bool:
+        """Whether it is open, and no request of it was let through."""
+        return connection in self._strangers
 
     def closed(self, connection: C) -> None:
         """Also for one that was refused, or closed before."""

@@ -234,7 +234,7 @@ async def serving(turns: ScriptedTurns, codec: Codec) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def serving_app(app: web.Application) -> AsyncIterator[str]:
     """Any application on a free port."""
-    runner = Runner(app, Admission(Connections(10_000, 10_000), strangers=False), handler_cancellation=True)
+    runner = Runner(app, Admission(Connections(10_000, 10_000, 5.0), strangers=False), handler_cancellation=True)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

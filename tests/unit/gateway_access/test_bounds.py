@@ -15,7 +15,6 @@ from yarl import URL
 
 from gateway.api import http_server
 from gateway.app import Gateway
-from protos.access import connections
 from tests.support.keys import CALL, by, controlled
 from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_api.test_status import gateway
@@ -103,7 +102,7 @@ async def test_a_connection_that_says_nothing_does_not_stay(tmp_path: Path, monk
 
 async def test_strangers_keep_nobody_with_a_key_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who have sent nothing, half a head, and requests without a right key; all of them hold their places."""
-    monkeypatch.setattr(connections, "STRANGER_S", 0.0)
+    monkeypatch.setattr("gateway.app.STRANGER_S", 0.0)
     async with controlled(tmp_path, connections_max=4) as (found, _), connected(found, 4) as strangers:
         strangers[0][1].write(b"GET /status HT")
         assert status_of(await asked(strangers[1], "GET /status HTTP/1.1\r\nHost: x\r\n")) == 401

@@ -14,7 +14,6 @@ import pytest
 from paramserver.client import RelayClient
 from paramserver.daemon import grpc_port
 from paramserver.daemon.grpc_port import GrpcPort, secured_server
-from protos.access import connections
 from protos.access.credentials import Credentials
 from protos.errors import Forbidden, Unavailable
 from tests.support.scripted_engine import MODEL, until
@@ -58,7 +57,7 @@ async def test_a_stranger_that_says_nothing_does_not_stay(fleet: Path, monkeypat
 
 async def test_strangers_keep_nobody_with_a_certificate_out(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold all places, again and again; whose call was let through keeps its own."""
-    monkeypatch.setattr(connections, "STRANGER_S", 0.0)
+    monkeypatch.setattr(grpc_port, "STRANGER_S", 0.0)
     async with secured_front(Credentials(fleet / "relay"), connections_max=4) as (relay, port):
         relay.versions = [1]
         async with client(f"127.0.0.1:{relay.port}", fleet / "reader") as known, strangers(relay.port, 6):
@@ -75,7 +74,7 @@ async def test_strangers_keep_nobody_with_a_certificate_out(fleet: Path, monkeyp
 async def test_beyond_the_bound_the_newest_is_refused(
     fleet: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "STRANGER_S", 0.0)
+    monkeypatch.setattr(grpc_port, "STRANGER_S", 0.0)
     async with secured_front(Credentials(fleet / "relay"), connections_max=2) as (relay, port):
         address = f"127.0.0.1:{relay.port}"
         async with contextlib.AsyncExitStack() as stack:

@@ -12,7 +12,7 @@ ELSEWHERE = "192.0.2.1"
 
 
 def test_beyond_the_total_a_connection_is_refused() -> None:
-    found = Connections[int](2, 100)
+    found = Connections[int](2, 100, STRANGER_S)
     for number in range(2):
         assert found.opened(number, ELSEWHERE, 0.0) == Opened()
         found.known(number)
@@ -34,7 +34,7 @@ def test_beyond_the_total_a_connection_is_refused() -> None:
     ],
 )
 def test_connections_are_counted_by_address(one: str, other: str, together: bool) -> None:
-    found = Connections[int](100, 1)
+    found = Connections[int](100, 1, STRANGER_S)
     assert found.opened(0, one, 0.0) == Opened()
     assert found.opened(1, other, 0.0) == Opened(refused="per_address" if together else None)
     found.closed(0)
@@ -43,12 +43,12 @@ def test_connections_are_counted_by_address(one: str, other: str, together: bool
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1", ""])
 def test_those_of_this_host_are_not_counted_by_address(address: str) -> None:
-    found = Connections[int](100, 1)
+    found = Connections[int](100, 1, STRANGER_S)
     assert [found.opened(number, address, 0.0).refused for number in range(3)] == [None] * 3
 
 
 def test_a_stranger_makes_way_only_once_it_had_its_time() -> None:
-    found = Connections[int](2, 100)
+    found = Connections[int](2, 100, STRANGER_S)
     found.opened(0, ELSEWHERE, 0.0)
     found.opened(1, ELSEWHERE, 1.0)
     assert found.opened(2, ELSEWHERE, STRANGER_S - 0.1) == Opened(refused="total")
@@ -59,7 +59,7 @@ def test_a_stranger_makes_way_only_once_it_had_its_time() -> None:
 
 
 def test_many_strangers_make_way_before_there_is_no_room() -> None:
-    found = Connections[int](10**6, 10**6)
+    found = Connections[int](10**6, 10**6, STRANGER_S)
     for number in range(STRANGERS_MAX):
         assert found.opened(number, ELSEWHERE, 0.0).leaves is None
     assert found.opened(-1, ELSEWHERE, 0.1).leaves is None, "an honest crowd begins at once"
@@ -72,7 +72,7 @@ def test_many_strangers_make_way_before_there_is_no_room() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_bound_is_ever_exceeded_and_nothing_is_left(seed: int) -> None:
     chance = random.Random(seed)
-    found, open_, known = Connections[int](20, 8), dict[int, str](), set[int]()
+    found, open_, known = Connections[int](20, 8, STRANGER_S), dict[int, str](), set[int]()
     for number in range(2000):
         now = number / 10
         if open_ and chance.random() < 0.45:
