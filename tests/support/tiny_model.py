@@ -14,11 +14,12 @@ import json
 import math
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:  # who wants weights brings it in; workers of `make quick` import this file, and need not
+    import torch
 
 Family = Literal["llama", "qwen2"]
 Dtype = Literal["float32", "bfloat16"]
@@ -154,6 +155,8 @@ def tensor_shapes(family: Family, head_dim: int = HEAD_DIM) -> dict[str, tuple[i
 
 def weights(family: Family, dtype: Dtype, seed: int, head_dim: int = HEAD_DIM) -> dict[str, torch.Tensor]:
     """Random tensors; norms near one, matrices scaled so that activations and logits keep a healthy spread."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -170,6 +173,8 @@ def weights(family: Family, dtype: Dtype, seed: int, head_dim: int = HEAD_DIM) -
 
 def write_weights(directory: Path, family: Family, dtype: Dtype, seed: int, head_dim: int = HEAD_DIM) -> None:
     """model.safetensors of `weights(...)`."""
+    from safetensors.torch import save_file
+
     save_file(weights(family, dtype, seed, head_dim), directory / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -30,6 +30,7 @@ def test_engines_say_what_their_script_says_and_tell_how_often_they_cut(tmp_path
     assert "1 requests; eof 1" in kit.log()
 
 
+@pytest.mark.slow
 def test_whole_answers_follow_from_the_ids_before_them(tmp_path: Path) -> None:
     kit = processes.start("kit", ["gateway", "faultkit", "--engines=1", "--cuts=0", "--vocab-size=50"], tmp_path)
     asked = {"prompt": [5, 6], "max_tokens": 6, "stream": True}

@@ -15,6 +15,8 @@ from tests.soak.judge import Judge
 from tests.soak.strangers import Strangers
 from tests.support.secured_relay import secured
 
+pytestmark = pytest.mark.slow
+
 OPEN_TO_ANYBODY, AWAY = web.HTTPOk, web.HTTPServiceUnavailable
 
 

@@ -196,6 +196,7 @@ def test_a_shard_is_not_published_as_if_it_were_the_whole() -> None:
         sources_of({"w": torch.ones(2).as_subclass(Sharded)})
 
 
+@pytest.mark.slow
 def test_numpy_alone_is_enough() -> None:
     """The SDK publishes and packs in a process where torch was never imported."""
     program = """
