@@ -89,6 +89,14 @@ def tiny_model(family: Family = "llama", dtype: Dtype = "float32", seed: int = 0
     return directory if directory.exists() else write_tiny_model(directory, family, dtype, seed, head_dim)
 
 
+def tiny_tokenizer() -> Path:
+    """What a gateway needs of the model, its config and tokenizer: no weights, so nothing imports torch."""
+    directory = Path(_scratch().name) / "tokenizer"
+    if not directory.exists():
+        _write_description(directory, "llama", "float32", HEAD_DIM)
+    return directory
+
+
 def tiny_snapshot(family: Family = "llama", dtype: Dtype = "float32", seed: int = 1) -> Path:
     """A weights-only directory, as a relay hands it out; `seed` stands for the version."""
     directory = Path(_scratch().name) / f"snapshot-{family}-{dtype}-{seed}"
@@ -100,12 +108,16 @@ def tiny_snapshot(family: Family = "llama", dtype: Dtype = "float32", seed: int 
 
 def write_tiny_model(directory: Path, family: Family, dtype: Dtype, seed: int, head_dim: int = HEAD_DIM) -> Path:
     """Writes config, weights and tokenizer into `directory` (created) and returns it."""
+    _write_description(directory, family, dtype, head_dim)
+    write_weights(directory, family, dtype, seed, head_dim)
+    return directory
+
+
+def _write_description(directory: Path, family: Family, dtype: Dtype, head_dim: int) -> None:
     directory.mkdir(parents=True)
     _write_json(directory / "config.json", config(family, dtype, head_dim))
     _write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": EOS_ID, "pad_token_id": 0})
     write_tokenizer(directory)
-    write_weights(directory, family, dtype, seed, head_dim)
-    return directory
 
 
 def config(family: Family, dtype: Dtype, head_dim: int = HEAD_DIM) -> dict[str, Any]:

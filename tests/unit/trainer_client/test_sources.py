@@ -17,6 +17,8 @@ from trainer_client.dtypes import NUMPY_DTYPES
 from trainer_client.sources import DTYPES, source_bytes, sources_of
 from trainer_client.torch_sources import TORCH_DTYPES
 
+pytestmark = pytest.mark.slow  # torch takes a second to import
+
 
 def published(tensors: Any) -> dict[str, bytes]:
     return {source.name: bytes(source.read()) for source in sources_of(tensors).tensors}
@@ -196,7 +198,6 @@ def test_a_shard_is_not_published_as_if_it_were_the_whole() -> None:
         sources_of({"w": torch.ones(2).as_subclass(Sharded)})
 
 
-@pytest.mark.slow
 def test_numpy_alone_is_enough() -> None:
     """The SDK publishes and packs in a process where torch was never imported."""
     program = """
