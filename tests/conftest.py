@@ -38,4 +38,5 @@ def _the_root_loggers_level() -> Iterator[None]:
     """A command that runs in this process sets it; the next test's `caplog` would have the libraries' lines, too."""
     level = logging.getLogger().level
     yield
-    logging.getLogger().setLevel(level)
+    if logging.getLogger().level != level:  # to set it empties the cache of every logger of every library
+        logging.getLogger().setLevel(level)

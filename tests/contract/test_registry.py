@@ -30,7 +30,7 @@ from tests.support.guarded_etcd import GuardedEtcd
 MakeRegistry = Callable[[], Awaitable[Registry]]
 
 
-@pytest.fixture(params=["memory", "etcd", "guarded"])
+@pytest.fixture(params=["memory", "etcd", pytest.param("guarded", marks=pytest.mark.slow)])
 async def connect(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[MakeRegistry]:
     """Makes connections to one store: in memory, in etcd, and in an etcd with TLS, a user and a prefix of its own."""
     opened: list[Registry] = []

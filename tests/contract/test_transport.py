@@ -170,6 +170,9 @@ def scene(kind: str, request: pytest.FixtureRequest) -> Iterator[Scene]:
 
 every = pytest.mark.parametrize("kind", KINDS)
 hops = pytest.mark.parametrize("kind", ["tcp", NIXL, *SECURED])
+with_processes = pytest.mark.parametrize(
+    "kind", ["tcp", NIXL, *(pytest.param(k, marks=pytest.mark.slow) for k in SECURED)]
+)
 only_nixl = pytest.mark.parametrize("kind", [NIXL])
 
 
@@ -266,7 +269,7 @@ def test_another_epoch_is_refused(scene: Scene, kind: str) -> None:
         scene.dial(into)(source, Greeting("fetch", "policy", 1, "test", Epoch("store", 9)))
 
 
-@hops
+@with_processes
 def test_a_holder_that_is_killed_in_the_middle_costs_little_and_another_gives_the_rest(scene: Scene, kind: str) -> None:
     process, source = scene.process()
     good = scene.host(plain=True, content=RIGHT, chunk_bytes=BIG["chunk_bytes"])
@@ -284,7 +287,7 @@ def test_a_holder_that_is_killed_in_the_middle_costs_little_and_another_gives_th
     assert again < 2 * 4 * BIG["chunk_bytes"], "at most what was under way comes twice"  # type: ignore[operator]
 
 
-@hops
+@with_processes
 def test_a_holder_that_hangs_is_noticed_and_what_it_sends_when_it_wakes_lands_nowhere(scene: Scene, kind: str) -> None:
     """The one that hangs has other bytes, so that one of them that came late would show."""
     process, source = scene.process(seed=2, max_rate=8e6 if scene.transport == "tcp" else None)
@@ -474,6 +477,7 @@ def test_with_every_nixl_process_at_work_links_go_over_tcp(scene: Scene, monkeyp
     assert (running.transport, into.content()) == ("tcp", CONTENT)
 
 
+@pytest.mark.slow
 def test_without_the_package_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes_module, "VARIANTS", ("nixl_not_there",))
     with pytest.raises(Unavailable) as caught:

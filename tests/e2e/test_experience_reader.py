@@ -19,7 +19,6 @@ from tests.e2e.test_docs import blocks
 from tests.support.experience import experience_app
 from tests.support.trajectories import make_trajectory
 from trainer_client import AsyncExperienceReader, Batch, ExperienceReader
-from trainer_client.torch_dataset import ExperienceDataset
 
 GROUPS = [[make_trajectory(g, i, [1, 2], ([3, 4 + i], [5]), reward=i, version=2) for i in range(2)] for g in "abc"]
 
@@ -100,7 +99,10 @@ async def test_what_the_gateway_refuses_is_said_in_its_words(reader: AsyncExperi
         await reader.sample(groups=2)
 
 
+@pytest.mark.slow
 async def test_a_dataset_goes_on_from_a_checkpoint(buffer: ExperienceBuffer, url: str) -> None:
+    from trainer_client.torch_dataset import ExperienceDataset  # a second of torch
+
     await fill(buffer)
 
     def train() -> tuple[list[int], list[int]]:

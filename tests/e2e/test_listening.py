@@ -88,6 +88,7 @@ def test_an_insecure_engine_says_so(
         assert len([line for line in said if "--insecure: gateway engine on 0.0.0.0" in line]) == warnings
 
 
+@pytest.mark.slow
 def test_an_insecure_relay_says_so_at_its_start_and_in_its_status(relays: Relays) -> None:
     daemon = relays.start("a", "--host", "0.0.0.0", "--advertise", "127.0.0.1", "--insecure")
     assert "WARNING" in daemon.log()

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from deploy.demo.model import NAME, ModelUnavailable, cache_dir, ensure_model
 from gateway.tokens import Codec
 from tests.support.skips import needs
+from tests.support.tiny_model import tiny_tokenizer
 
 SMOLLM2 = cache_dir() / "models" / NAME
 
@@ -179,9 +180,7 @@ def _load(directory: Path) -> Codec:
 
 def tiny() -> Codec:
     """The tiny model's ChatML codec, with tools in its template."""
-    from tests.support.tiny_model import tiny_model  # brings torch
-
-    return _load(tiny_model())
+    return _load(tiny_tokenizer())
 
 
 def byte_level(special: tuple[str, ...]) -> Tokenizer:

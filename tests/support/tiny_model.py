@@ -14,11 +14,12 @@ import json
 import math
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:  # who wants weights brings it in; workers of `make quick` import this file, and need not
+    import torch
 
 Family = Literal["llama", "qwen2"]
 Dtype = Literal["float32", "bfloat16"]
@@ -88,6 +89,14 @@ def tiny_model(family: Family = "llama", dtype: Dtype = "float32", seed: int = 0
     return directory if directory.exists() else write_tiny_model(directory, family, dtype, seed, head_dim)
 
 
+def tiny_tokenizer() -> Path:
+    """What a gateway needs of the model, its config and tokenizer: no weights, so nothing imports torch."""
+    directory = Path(_scratch().name) / "tokenizer"
+    if not directory.exists():
+        _write_description(directory, "llama", "float32", HEAD_DIM)
+    return directory
+
+
 def tiny_snapshot(family: Family = "llama", dtype: Dtype = "float32", seed: int = 1) -> Path:
     """A weights-only directory, as a relay hands it out; `seed` stands for the version."""
     directory = Path(_scratch().name) / f"snapshot-{family}-{dtype}-{seed}"
@@ -99,12 +108,16 @@ def tiny_snapshot(family: Family = "llama", dtype: Dtype = "float32", seed: int 
 
 def write_tiny_model(directory: Path, family: Family, dtype: Dtype, seed: int, head_dim: int = HEAD_DIM) -> Path:
     """Writes config, weights and tokenizer into `directory` (created) and returns it."""
+    _write_description(directory, family, dtype, head_dim)
+    write_weights(directory, family, dtype, seed, head_dim)
+    return directory
+
+
+def _write_description(directory: Path, family: Family, dtype: Dtype, head_dim: int) -> None:
     directory.mkdir(parents=True)
     _write_json(directory / "config.json", config(family, dtype, head_dim))
     _write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": EOS_ID, "pad_token_id": 0})
     write_tokenizer(directory)
-    write_weights(directory, family, dtype, seed, head_dim)
-    return directory
 
 
 def config(family: Family, dtype: Dtype, head_dim: int = HEAD_DIM) -> dict[str, Any]:
@@ -154,6 +167,8 @@ def tensor_shapes(family: Family, head_dim: int = HEAD_DIM) -> dict[str, tuple[i
 
 def weights(family: Family, dtype: Dtype, seed: int, head_dim: int = HEAD_DIM) -> dict[str, torch.Tensor]:
     """Random tensors; norms near one, matrices scaled so that activations and logits keep a healthy spread."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -170,6 +185,8 @@ def weights(family: Family, dtype: Dtype, seed: int, head_dim: int = HEAD_DIM) -
 
 def write_weights(directory: Path, family: Family, dtype: Dtype, seed: int, head_dim: int = HEAD_DIM) -> None:
     """model.safetensors of `weights(...)`."""
+    from safetensors.torch import save_file
+
     save_file(weights(family, dtype, seed, head_dim), directory / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 WITHOUT = "import sys; sys.modules[{name!r}] = None; from agents_env.entry import main; main()"
 
 

@@ -9,6 +9,8 @@ import pytest
 from agents_env.environments.reasoning import Problem, Reasoning, UnknownDataset, datasets
 from tests.unit.agents_env.scripted_chat import ScriptedChat
 
+pytestmark = pytest.mark.slow
+
 
 def problem(environment: Reasoning, seed: int = 5) -> Problem:
     return next(environment.tasks(seed))

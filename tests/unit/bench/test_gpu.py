@@ -7,6 +7,8 @@ import torch
 
 from tests.bench import gpu
 
+pytestmark = pytest.mark.slow  # torch takes a second to import
+
 
 def test_without_a_gpu_it_says_so_and_ends_well(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -16,7 +18,6 @@ def test_without_a_gpu_it_says_so_and_ends_well(
     assert "no CUDA GPU here" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_its_rounds_compare_what_was_loaded() -> None:
     figures = {figure.key: figure for figure in gpu.run(torch.device("cpu"), 16 << 20)}
     assert set(figures) == {"gpu_copy_gb_s", "gpu_publish_vs_copy", "gpu_load_vs_copy"}

@@ -16,6 +16,8 @@ from tests.bench.learning.__main__ import BEGIN, END, _fill_in, _kept
 from tests.bench.learning.model import expected_reward
 from tests.bench.learning.settings import Mode, Settings, gateway_command
 
+pytestmark = pytest.mark.slow  # torch takes a second to import
+
 
 def a_run(mode: Mode, seed: int = 1, *, step_s: float = 2.0, rise: float = 0.1, behind: int = 0) -> dict[str, Any]:
     """Six steps of 100 tokens; the reward begins at 0.3 and rises by `rise` a step."""

@@ -62,6 +62,7 @@ def test_a_stage_sees_nothing_of_the_caller_but_what_names_the_index(checkout: P
     assert not (checkout / "clone" / ".venv").exists(), "it would lead into the room"
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_fails_the_run_and_stops_no_other(checkout: Path) -> None:
     done = run(checkout)
     assert done.returncode == 1

@@ -98,6 +98,7 @@ def test_keys_are_made_once_where_the_gateway_reads_them(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [made]
 
 
+@pytest.mark.slow
 def test_credentials_are_made_once_and_each_daemon_gets_its_own(tmp_path: Path) -> None:
     makes = SERVICES["credentials"]
     for name in ("fleet", "credentials/relay", "credentials/gateway"):

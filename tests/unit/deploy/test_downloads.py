@@ -110,6 +110,7 @@ def index(folder: Path, *versions: str) -> str:
     return folder.as_uri()
 
 
+@pytest.mark.slow
 def test_the_cpu_build_of_the_other_index_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)

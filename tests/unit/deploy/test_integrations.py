@@ -49,6 +49,7 @@ def test_the_table_says_what_passed_what_failed_and_how_long_it_took() -> None:
     assert second.split() == ["vllm", "vllm", "FAILED", "none", "0", "2:05", "0:00", "yes"]
 
 
+@pytest.mark.slow
 def test_an_integration_that_fails_is_counted_and_reported(tmp_path: Path) -> None:
     suite = tmp_path / "test_one.py"
     suite.write_text(

@@ -111,6 +111,7 @@ def test_the_job_of_engines_that_the_comment_shows_is_one(tmp_path: Path) -> Non
     assert {one["job_name"] for one in yaml.safe_load(text)["scrape_configs"]} == {"laminar-gateway", "laminar-relay"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PROMTOOL is None, reason=needs("no promtool (Debian's prometheus)", "make system-packages"))
 @pytest.mark.parametrize("words", [("check", "config", "scrape.yaml"), ("test", "rules", "alerts_test.yaml")])
 def test_promtool_takes_the_rules_and_they_fire_when_they_should(words: tuple[str, ...], tmp_path: Path) -> None:

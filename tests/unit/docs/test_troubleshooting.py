@@ -11,6 +11,8 @@ import pytest
 from deploy.setup_env import ROOT
 from tests.support.wheels import PACKAGES
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
 VARIABLE = "\x00"
 """In place of what a message has from a variable."""

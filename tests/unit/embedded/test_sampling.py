@@ -11,6 +11,8 @@ import torch
 from gateway.engines.embedded.batching.sequence import SamplingParams
 from gateway.engines.embedded.compute.sampling import SamplingRow, sample, uniform
 
+pytestmark = pytest.mark.slow
+
 
 def row(position: int = 0, forbidden: tuple[int, ...] = (), **params: Any) -> SamplingRow:
     return SamplingRow(SamplingParams(**params), position, forbidden)

@@ -33,6 +33,8 @@ from tests.support.tiny_model import tiny_model, tiny_snapshot, weights, write_t
 from tests.unit.embedded.helpers import config, prompts
 from tests.unit.embedded.test_weights import broken
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 30.0
 PROMPT = prompts(20)[0]
 

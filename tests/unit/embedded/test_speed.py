@@ -17,6 +17,8 @@ from gateway.core.dtypes import Choice, Figure
 from gateway.engines.embedded.compute.speed import Shapes, measure, shapes_of
 from tests.support.tiny_model import tiny_model
 
+pytestmark = pytest.mark.slow  # torch takes a second to import
+
 TINY = Shapes(((96, 64), (64, 64), (256, 64), (64, 128)), (512, 64), 2)
 WITHOUT_BF16 = "AVX512_CORE_VNNI"
 """oneDNN's name for a processor of before bf16 instructions; on one that has fewer it changes nothing."""
@@ -26,7 +28,6 @@ def figures(choice: Choice) -> dict[tuple[str, int], Figure]:
     return {(figure.dtype, figure.threads): figure for figure in choice.figures}
 
 
-@pytest.mark.slow
 def test_both_dtypes_are_measured_and_two_threads_where_there_are_two_cores() -> None:
     threads = torch.get_num_threads()
     alone, beside = measure(TINY, cores=1), measure(TINY, cores=2)
@@ -52,7 +53,6 @@ def test_the_command_teaches_and_is_listed() -> None:
         assert word in text
 
 
-@pytest.mark.slow
 def test_without_bf16_instructions_bf16_is_slower_and_float32_is_chosen() -> None:
     """The same holds where the processor has none: nothing is skipped."""
     command = [sys.executable, "-m", "gateway", "engine-dtype", "--train", "--json"]
@@ -67,7 +67,6 @@ def test_without_bf16_instructions_bf16_is_slower_and_float32_is_chosen() -> Non
     assert 1 / bfloat16.prefill + 1 / bfloat16.train > 1 / float32.prefill + 1 / float32.train
 
 
-@pytest.mark.slow
 def test_people_get_a_table_and_the_options_to_use() -> None:
     command = [sys.executable, "-m", "gateway", "engine-dtype", "--model", str(tiny_model("llama", "float32"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -76,7 +75,6 @@ def test_people_get_a_table_and_the_options_to_use() -> None:
     assert done.stdout.count("chosen") == 1
 
 
-@pytest.mark.slow
 def test_a_directory_that_is_no_model_is_one_clear_line() -> None:
     command = [sys.executable, "-m", "gateway", "engine-dtype", "--model", "/"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

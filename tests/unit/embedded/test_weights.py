@@ -16,6 +16,8 @@ from protos.errors import InvalidRequest, LaminarError, NotFound
 from tests.support.tiny_model import tiny_model, tiny_snapshot, weights, write_tiny_model
 from tests.unit.embedded.helpers import config, ids, prompts, request, run
 
+pytestmark = pytest.mark.slow
+
 PROMPT = prompts(25, seed=1)[0]
 
 

@@ -25,7 +25,6 @@ from tests.support.keys import CALL, Client, controlled, key_of
 from tests.support.scripted_engine import MODEL, ScriptedEngine
 from trainer_client import AsyncExperienceReader, AsyncPromptPool, ExperienceReader, PromptPool
 from trainer_client.integrations.rollouts import GatewayClient, Outcome
-from trainer_client.torch_dataset import ExperienceDataset
 
 SAMPLING = {"max_tokens": 2}
 
@@ -69,7 +68,14 @@ async def test_a_reader_sends_its_key_with_every_request(tmp_path: Path, monkeyp
             return len(batch)
 
         assert await asyncio.to_thread(read) == 1
-        monkeypatch.delenv(API_KEY_VARIABLE)
+
+
+@pytest.mark.slow
+async def test_a_dataset_of_torch_sends_its_key_with_every_request(tmp_path: Path) -> None:
+    from trainer_client.torch_dataset import ExperienceDataset  # a second of torch
+
+    async with ScriptedEngine("e0") as e0, controlled(tmp_path, e0) as (found, client):
+        await finished(client, "a")
 
         def iterate() -> int:
             dataset = ExperienceDataset(found.url, api_key=key_of("trainer"), trajectories=1, prefetch=0)

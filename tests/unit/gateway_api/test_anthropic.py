@@ -19,6 +19,8 @@ from tests.support.turns import Script, ScriptedTurns, serving
 if TYPE_CHECKING:  # the library takes more than a second to import, in each process that collects this
     import anthropic
 
+pytestmark = pytest.mark.slow
+
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ADD: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -17,7 +17,7 @@ from gateway.tokens import Codec
 from protos.engines import ENGINE_KINDS
 from tests.support.adapters import lent
 from tests.support.scripted_engine import MODEL, ScriptedEngine
-from tests.support.tiny_model import tiny_model
+from tests.support.tiny_model import tiny_tokenizer
 from tests.unit.gateway_api.test_status import gateway
 
 TEXT = "The quick brown fox"
@@ -65,17 +65,17 @@ async def test_a_kind_that_takes_text_has_the_gateways_tokenizer_by_its_row_alon
     async with ScriptedEngine("e0", generate=lambda _: [5, 6, 7]) as e0:
         engines = (EngineSpec("e0", "text", e0.url, None),)
         async with (
-            gateway(tmp_path, tokenizer=tiny_model(), engines=engines) as (_, http),
+            gateway(tmp_path, tokenizer=tiny_tokenizer(), engines=engines) as (_, http),
             http.post("/v1/completions", json=body) as answer,
         ):
             assert answer.status == 200, await answer.text()
         [adapter] = made
         assert adapter.sent == [TEXT]
-        assert e0.requests[0].body["prompt"] == Codec.load(tiny_model()).encode(TEXT)
+        assert e0.requests[0].body["prompt"] == Codec.load(tiny_tokenizer()).encode(TEXT)
 
 
 def test_an_adapter_without_a_tokenizer_says_what_it_lacks() -> None:
     with pytest.raises(EngineFailed, match="it takes text, and the gateway has no tokenizer"):
         _ = lent().codec
-    codec = Codec.load(tiny_model())
+    codec = Codec.load(tiny_tokenizer())
     assert lent(tokenizer=codec).codec is codec

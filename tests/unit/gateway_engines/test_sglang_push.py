@@ -16,6 +16,8 @@ from tests.support.sglang.weights import load_custom, read_directory, read_pushe
 from tests.support.snapshots import seal, tear
 from tests.support.tiny_model import tiny_model
 
+pytestmark = pytest.mark.slow  # torch takes a second to import
+
 
 class Model:
     """Keeps what it was given."""

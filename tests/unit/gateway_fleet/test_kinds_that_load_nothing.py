@@ -21,7 +21,7 @@ from protos.errors import UnsupportedField
 from tests.support.fake_relay import relay
 from tests.support.gateway_shell import Shell, check_whole, read, shell
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
-from tests.support.tiny_model import tiny_model
+from tests.support.tiny_model import tiny_tokenizer
 from tests.unit.gateway_api.test_status import gateway, get
 from tests.unit.gateway_fleet.test_registered import following, serving
 from tests.unit.gateway_operate.test_cli_status import status
@@ -146,7 +146,7 @@ def _why(found: Shell) -> str:
 async def test_the_doctor_wants_no_relay_for_it(paused: bool) -> None:
     async with ScriptedEngine("e0", paused=paused) as e0:
         engines = (EngineSpec("e0", FIXED, e0.url, None),)
-        config = GatewayConfig(model=MODEL, tokenizer=tiny_model(), engines=engines, port=0)
+        config = GatewayConfig(model=MODEL, tokenizer=tiny_tokenizer(), engines=engines, port=0)
         found = [finding for finding in await doctor.examine(config) if finding.what == "engine e0"]
     assert "version 0, and loads no other" in found[0].found
     assert [finding.remedy for finding in found[1:]] == (

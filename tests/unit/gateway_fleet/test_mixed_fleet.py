@@ -13,14 +13,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from gateway.app import start
-from gateway.config import EngineSpec
+from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.types import EngineName, SessionId, Version
 from protos.engines import ENGINE_KINDS
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.support.sglang.engine import Engine
 from tests.support.sglang.server import Server
 from tests.support.sglang.weights import said
-from tests.support.tiny_model import CONTEXT, EOS_ID, tiny_model
+from tests.support.tiny_model import CONTEXT, EOS_ID, tiny_tokenizer
 from tests.support.turns import serving_app
 from tests.unit.gateway_api.test_status import config
 
@@ -30,6 +30,10 @@ TURNS, BUDGET, WEIGHTS = 16, 60, "w0"
 def says(ids: Sequence[int]) -> list[int]:
     """What the stand-in for SGLang says, too; more than is asked for."""
     return said(WEIGHTS, tuple(ids), BUDGET + 1)[0]
+
+
+def with_tokenizer(directory: Path, *engines: EngineSpec) -> GatewayConfig:
+    return dataclasses.replace(config(directory), tokenizer=tiny_tokenizer(), engines=engines, probe=False)
 
 
 @pytest.mark.parametrize("incremental", [False, True], ids=["cumulative", "incremental"])
@@ -71,14 +75,14 @@ async def test_turns_move_between_vllm_and_sglang_both_ways_and_keep_every_field
 
 
 async def test_a_call_that_was_asked_for_is_held_to_by_sglang_and_never_sent_to_who_cannot(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(tiny_model() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(tiny_tokenizer() / "tokenizer.json"))
     sglang = Engine(WEIGHTS, "0", MODEL, encode=lambda text: [*tokenizer.encode(text).ids, EOS_ID] if text else [])
     async with (
         serving_app(Server(sglang, incremental=True, disconnect_s=0.5).app()) as url,
         ScriptedEngine("embedded") as other,
     ):
         engines = (EngineSpec("embedded", "embedded", other.url, None), EngineSpec("sglang", "sglang", url, None))
-        found = await start(dataclasses.replace(config(tmp_path), tokenizer=tiny_model(), engines=engines, probe=False))
+        found = await start(with_tokenizer(tmp_path, *engines))
         await until(lambda: {e.status for e in found.fleet.state.engines.values()} == {"serving"}, "both kinds")
         tools = [{"type": "function", "function": {"name": name}} for name in ("add", "look_up")]
         messages = [{"role": "user", "content": "hello"}]
@@ -129,7 +133,7 @@ async def test_an_engine_that_reports_no_context_has_the_models(tmp_path: Path) 
     engine.context = 0
     async with serving_app(Server(engine, incremental=True, disconnect_s=0.5).app()) as url:
         engines = (EngineSpec("sglang", "sglang", url, None),)
-        found = await start(dataclasses.replace(config(tmp_path), tokenizer=tiny_model(), engines=engines, probe=False))
+        found = await start(with_tokenizer(tmp_path, *engines))
         await until(lambda: {e.status for e in found.fleet.state.engines.values()} == {"serving"}, "the engine")
         assert found.fleet.context_tokens == CONTEXT
         await found.close(1.0)

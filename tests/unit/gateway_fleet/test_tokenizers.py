@@ -14,12 +14,12 @@ from gateway.fleet.watcher import PROBE_TEXT
 from gateway.tokens import Codec
 from tests.support.gateway_shell import shell
 from tests.support.scripted_engine import Answer, ScriptedEngine, until
-from tests.support.tiny_model import tiny_model
+from tests.support.tiny_model import tiny_tokenizer
 from tests.unit.gateway_api.test_status import gateway, get
 from tests.unit.gateway_fleet.test_odd_engines import state_of
 from tests.unit.gateway_operate.test_cli_status import status
 
-OURS = Codec.load(tiny_model()).encode(PROBE_TEXT)
+OURS = Codec.load(tiny_tokenizer()).encode(PROBE_TEXT)
 
 
 def telling(ids: object) -> dict[str, Answer]:
@@ -34,7 +34,7 @@ async def test_an_engine_with_another_tokenizer_does_not_serve_and_says_so(tmp_p
     async with (
         same,
         other,
-        gateway(tmp_path, same, other, tokenizer=tiny_model(), poll_interval_s=0.05) as (found, http),
+        gateway(tmp_path, same, other, tokenizer=tiny_tokenizer(), poll_interval_s=0.05) as (found, http),
     ):
         await until(lambda: state_of(found, "same") == "serving", "the one with the gateway's")
         told = {engine["name"]: engine for engine in (await get(http, "/status"))["engines"]}
@@ -54,7 +54,7 @@ async def test_an_engine_with_another_tokenizer_does_not_serve_and_says_so(tmp_p
 )
 async def test_who_does_not_tell_or_nearly_agrees_is_believed(tmp_path: Path, answer: Answer) -> None:
     e0 = ScriptedEngine("e0", answers={"/tokenize": answer})
-    async with e0, gateway(tmp_path, e0, tokenizer=tiny_model()) as (found, _):
+    async with e0, gateway(tmp_path, e0, tokenizer=tiny_tokenizer()) as (found, _):
         await until(lambda: state_of(found, "e0") == "serving", "it serves")
 
 

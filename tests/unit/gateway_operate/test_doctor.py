@@ -25,14 +25,14 @@ from gateway.tokens import Codec
 from protos import findings
 from protos.findings import Finding
 from tests.support.scripted_engine import MODEL, ScriptedEngine
-from tests.support.tiny_model import tiny_model
+from tests.support.tiny_model import tiny_tokenizer
 
-OURS = Codec.load(tiny_model()).encode(PROBE_TEXT)
+OURS = Codec.load(tiny_tokenizer()).encode(PROBE_TEXT)
 
 
 async def examine(*engines: ScriptedEngine, relay: str | None = None, **options: Any) -> dict[str, Finding]:
     specs = tuple(EngineSpec(e.name, "vllm", e.url, relay) for e in engines)
-    config = GatewayConfig(**{"model": MODEL, "tokenizer": tiny_model(), "engines": specs, **options})
+    config = GatewayConfig(**{"model": MODEL, "tokenizer": tiny_tokenizer(), "engines": specs, **options})
     found: dict[str, Finding] = {}
     for finding in await doctor.examine(config):
         if finding.right or finding.what not in found:
@@ -63,7 +63,7 @@ async def test_engines_that_are_away_serve_another_model_or_have_another_tokeniz
         assert "127.0.0.1:9" in found["engine gone"].found
         assert "its tokenizer is not the gateway's" in found["engine other"].found
         renamed = GatewayConfig(
-            model="elsewhere", tokenizer=tiny_model(), engines=(EngineSpec("e", "vllm", other.url, None),)
+            model="elsewhere", tokenizer=tiny_tokenizer(), engines=(EngineSpec("e", "vllm", other.url, None),)
         )
         [answer] = [finding for finding in await doctor.examine(renamed) if finding.what == "engine e"]
     assert not answer.right
@@ -109,7 +109,7 @@ async def test_relays_and_etcd_that_are_away() -> None:
 
 
 def test_the_command_prints_remedies_and_its_status_says_whether_anything_is_wrong(tmp_path: Path) -> None:
-    line = ["doctor", "--model", "policy", "--tokenizer", str(tiny_model()), "--port", "0", "--data", str(tmp_path)]
+    line = ["doctor", "--model", "policy", "--tokenizer", str(tiny_tokenizer()), "--port", "0", "--data", str(tmp_path)]
     fine = CliRunner().invoke(cli, line)
     assert fine.exit_code == 0, fine.output
     assert "advice  engines: none is named" in fine.output
@@ -173,7 +173,9 @@ async def test_it_looks_again_until_nothing_is_wrong(tmp_path: Path, monkeypatch
         return looks[-1]
 
     monkeypatch.setattr(doctor, "examine", look)
-    config = GatewayConfig(model=MODEL, tokenizer=tiny_model(), port=0, admin_listen=f"unix:{tmp_path}/run/admin.sock")
+    config = GatewayConfig(
+        model=MODEL, tokenizer=tiny_tokenizer(), port=0, admin_listen=f"unix:{tmp_path}/run/admin.sock"
+    )
     assert await doctor.examine_patiently(config, 0.0) is looks[0]
     os.rmdir(tmp_path / "run")
     found = await doctor.examine_patiently(config, 60.0)

@@ -140,6 +140,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.slow
 def test_bytes_that_changed_anywhere_are_found_before_anything_is_added(tmp_path: Path) -> None:
     write(tmp_path / "t.parquet", *(leaves(f"s{number}") for number in range(20)))
     whole = (tmp_path / "t.parquet").read_bytes()

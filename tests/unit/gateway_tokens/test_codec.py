@@ -12,7 +12,7 @@ from gateway.tokens import Codec
 from gateway.tokens.template import ChatTemplate
 from protos.errors import InvalidRequest, UnsupportedField
 from tests.support import codecs
-from tests.support.tiny_model import tiny_model
+from tests.support.tiny_model import tiny_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"é": {}}}}}]
 CHAT: list[dict[str, Any]] = [
@@ -25,7 +25,7 @@ CHAT: list[dict[str, Any]] = [
 
 def test_a_vocabulary_is_told_from_another(tmp_path: Path) -> None:
     one = codecs.tiny().vocabulary
-    written = json.loads((tiny_model() / "tokenizer.json").read_text())
+    written = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(written, indent=3))
     assert Codec.load(tmp_path).vocabulary == one, "however its file is written"
     assert codecs.sentencepiece().vocabulary != one
@@ -36,7 +36,7 @@ def test_a_vocabulary_is_told_from_another(tmp_path: Path) -> None:
 def test_rendering_equals_transformers(tools: list[dict[str, Any]] | None, add_generation_prompt: bool) -> None:
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(tiny_model())
+    theirs = AutoTokenizer.from_pretrained(tiny_tokenizer())
     expected = theirs.apply_chat_template(
         CHAT, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
     )
@@ -103,13 +103,13 @@ def test_the_sandbox_keeps_templates_from_python() -> None:
 )
 def test_a_bad_directory_is_named(tmp_path: Path, files: dict[str, str | None], error: str) -> None:
     for name, text in files.items():
-        (tmp_path / name).write_text((tiny_model() / name).read_text() if text is None else text)
+        (tmp_path / name).write_text((tiny_tokenizer() / name).read_text() if text is None else text)
     with pytest.raises(InvalidRequest, match=error):
         Codec.load(tmp_path)
 
 
 def test_older_ways_to_write_the_configs(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text((tiny_model() / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text((tiny_tokenizer() / "tokenizer.json").read_text())
     template = "{{ bos_token }}{{ messages[0].content }}"
     config: dict[str, Any] = {
         "bos_token": {"content": "<|im_start|>"},
@@ -122,6 +122,6 @@ def test_older_ways_to_write_the_configs(tmp_path: Path) -> None:
 
 
 def test_no_template_no_chat(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text((tiny_model() / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text((tiny_tokenizer() / "tokenizer.json").read_text())
     with pytest.raises(UnsupportedField, match="no chat template"):
         Codec.load(tmp_path).render([{"role": "user", "content": "x"}])

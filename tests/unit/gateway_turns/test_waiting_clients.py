@@ -115,6 +115,7 @@ async def test_the_bound_outlives_the_gateway_though_its_trainer_is_not_back(tmp
             await found.close(1.0)
 
 
+@pytest.mark.slow
 async def test_tool_results_of_megabytes_are_taken(tmp_path: Path) -> None:
     """Whatever the context then says of them: a size alone is refused only beyond the limit that is named."""
     async with ScriptedEngine("e0") as e0:

@@ -9,6 +9,8 @@ import torch
 
 from deploy.demo.training.grpo import Clip, group_advantages, token_loss
 
+pytestmark = pytest.mark.slow  # torch takes a second to import
+
 CLIP = Clip(low=0.2, high=0.28)
 
 

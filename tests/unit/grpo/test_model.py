@@ -9,6 +9,8 @@ import pytest
 
 from deploy.demo import model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

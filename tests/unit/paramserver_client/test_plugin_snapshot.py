@@ -15,6 +15,8 @@ from paramserver.plugins.snapshot import Share, Tensors, check_tied, layer_order
 from protos.errors import Corrupt, InvalidRequest, NotFound, Unavailable
 from tests.support.snapshots import SealedSnapshot, seal
 
+pytestmark = pytest.mark.slow  # torch takes a second to import
+
 CHUNK_BYTES = 1 << 12
 
 

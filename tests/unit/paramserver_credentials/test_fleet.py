@@ -184,7 +184,9 @@ def test_three_steps_replace_ca_and_key_and_neighbours_understand_each_other(own
     assert Credentials(before).material.fleet_keys != Credentials(own_fleet / "relay").material.fleet_keys
 
 
-@pytest.mark.parametrize("num_done", [0, 1, 2])
+@pytest.mark.parametrize(
+    "num_done", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2]
+)
 def test_a_step_that_is_interrupted_anywhere_is_gone_through_again(
     fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_done: int
 ) -> None:

@@ -93,6 +93,7 @@ def test_an_interface_gives_its_address_and_an_unknown_one_is_named() -> None:
         address_of("eth99")
 
 
+@pytest.mark.slow
 async def test_ports_that_are_open_and_those_that_are_not(relays: Relays, etcd: str, tmp_path: Path) -> None:
     daemon = relays.start("a", "--bind-interface", "lo", "--max-rate", "1GiB")
     clients = [RelayClient(daemon.ready["grpc"]), RelayClient("127.0.0.1:1")]

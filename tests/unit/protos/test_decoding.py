@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import sys, threading
@@ -35,6 +37,7 @@ for _ in range(ROUNDS):
 """
 
 
+@pytest.mark.slow
 def test_threads_that_decode_a_new_kind_at_once_crash_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300

@@ -26,6 +26,7 @@ assert time.monotonic() - before >= 0.2
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(clocks.missing()), reason=needs(f"no clock steps: {clocks.missing()}", "make system-packages"))
 def test_a_clock_is_set_while_its_process_runs(tmp_path: Path) -> None:
     clock = tmp_path / "clock"

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from protos.trajectories import Trajectory
 from tests.soak.journal import Follower, Journal
 from tests.soak.processes import Program, Supervised
@@ -77,6 +79,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_what_was_killed_is_started_again_and_what_ended_by_itself_is_a_finding(tmp_path: Path) -> None:
     found: list[tuple[str, str]] = []
     program = Program("sleeper", "runner", (sys.executable, "-c", "import time; time.sleep(600)"), ready=False)

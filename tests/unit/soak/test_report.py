@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.soak.report import BOUNDS, FIGURES, OF_KINDS, line, reasons
+
+pytestmark = pytest.mark.slow  # torch, by way of the judge of answers
 
 
 def figures(**changes: Any) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from tests.support.engine_port import RawEngine, address_of
 from tests.support.hops import CONTENT, Host
 from tests.support.secured_relay import secured
 
+pytestmark = pytest.mark.slow
+
 OPEN_TO_ANYBODY, AWAY = web.HTTPOk, web.HTTPServiceUnavailable
 RELAY_HOST = "127.0.1.1"
 

@@ -84,6 +84,7 @@ async def test_metrics_are_read_on_the_loop_that_owns_them() -> None:
     assert set(seen) == {asyncio.get_running_loop()}
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_away_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither who records, beyond what the queue holds, nor the end of the process."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "64")
@@ -126,6 +127,7 @@ def test_credentials_do_not_stand_in_the_address() -> None:
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_off_means_that_no_sdk_of_traces_and_logs_is_imported() -> None:
     """What a daemon imports to start: as the contract in pyproject.toml has it, and as it is, others' imports too."""
     code = """

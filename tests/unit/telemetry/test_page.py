@@ -25,7 +25,7 @@ from protos.telemetry.context import TRACEPARENT, TraceContext
 from protos.telemetry.logs import FIELDS
 from protos.telemetry.spans import Span
 from protos.trajectories import Segment
-from tests.support.tiny_model import tiny_model
+from tests.support.tiny_model import tiny_tokenizer
 from tests.unit.deploy.command_lines import check
 
 PAGE = Path(ROOT / "docs/telemetry.md").read_text()
@@ -57,7 +57,7 @@ def made() -> Mapping[str, Span]:
     record, spec = TurnRecord(request, [3, 4], segments=[segment]), SessionSpec(SessionId("s"), GroupId("s"))
     manifest = Manifest("policy", 1, "run", 1, Epoch("s", 1), (FileSpec("f", 1),))
     labels, generation = {TRACEPARENT: TRACE.traceparent}, GenerationRequest("r", (1,), EngineParams(max_tokens=1))
-    answer = Answer(CompletionBody(model="policy", prompt=[1]), generation, "policy", Text(tiny_model()))
+    answer = Answer(CompletionBody(model="policy", prompt=[1]), generation, "policy", Text(tiny_tokenizer()))
     answer.first_token_s = 0.1
     hop = Holding("a", 1.0, 0.1, "tcp")
     found = [

@@ -11,16 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 from aiohttp import web
-from torch.utils.data import DataLoader
 
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
 from tests.support.experience_server import ExperienceServer, error_response
 from tests.support.trajectories import make_trajectory
 from tests.unit.gateway_store.disk import until
 from trainer_client import AsyncExperienceReader, Batch, ExperienceReader, Facts, Offer
-from trainer_client.torch_dataset import ExperienceDataset
 
 TRAJECTORIES = [make_trajectory(f"g{i // 2}", i % 2, [1, 2], ([3, 4 + i], []), reward=i % 2) for i in range(6)]
 
@@ -137,13 +134,18 @@ async def test_a_readers_state_goes_on_in_another_of_its_name(gateway: Experienc
             other.load_state_dict(reader.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
 async def test_a_torch_dataset_gives_tensors_and_acknowledges_what_was_used(
     gateway: ExperienceServer, padded: bool
 ) -> None:
+    from torch.utils.data import DataLoader
+
+    from trainer_client.torch_dataset import ExperienceDataset
+
     dataset = ExperienceDataset(gateway.url, trajectories=2, padded=padded, pad_id=9, length=6 if padded else None)
 
-    def train() -> list[torch.Tensor]:
+    def train() -> list[Any]:
         loader = DataLoader(dataset, batch_size=None)
         return [batch.input_ids for _, batch in zip(range(2), loader, strict=False)]
 

@@ -12,6 +12,8 @@ from protos.errors import InvalidRequest
 from trainer_client import merged_lora
 from trainer_client.streaming.manifest import TensorMeta
 
+pytestmark = pytest.mark.slow  # torch takes a second to import
+
 P = "base_model.model."
 
 

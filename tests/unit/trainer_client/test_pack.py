@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from protos.errors import InvalidRequest
 from protos.trajectories import Trajectory
@@ -41,7 +40,6 @@ def test_padded_rows_are_those_of_the_packed_ones() -> None:
     for name in ("input_ids", "position_ids", "loss_mask", "logprobs", "versions"):
         assert np.array_equal(getattr(padded, name)[padded.attention_mask], getattr(packed, name)), name
     assert not padded.loss_mask[~padded.attention_mask].any()
-    assert packed.padded().torch().input_ids.shape == (3, 6)
     assert pack([]).padded().input_ids.shape == (0, 0)
     with pytest.raises(InvalidRequest, match="6 tokens, more than 5"):
         packed.padded(5)
@@ -51,7 +49,12 @@ def test_staleness_counts_sampled_tokens_only() -> None:
     assert pack([FIRST, SECOND]).staleness(trainer_version=5).tolist() == [2, 2, 2, 1]
 
 
+@pytest.mark.slow
 def test_torch_tensors_share_the_memory_and_have_the_dtypes_that_kernels_take() -> None:
+    import torch
+
+    assert pack([]).torch().input_ids.shape == (0,)
+    assert pack([FIRST, SECOND, THIRD]).padded().torch().input_ids.shape == (3, 6)
     packed = pack([FIRST, SECOND])
     tensors = packed.torch()
     assert tensors.input_ids.dtype == tensors.position_ids.dtype == torch.int64
@@ -68,7 +71,6 @@ def test_an_empty_batch_packs_to_empty_arrays() -> None:
     packed = pack([])
     assert packed.cu_seqlens.tolist() == [0]
     assert packed.num_tokens == packed.num_trajectories == 0
-    assert packed.torch().input_ids.shape == (0,)
 
 
 @pytest.mark.parametrize("name", ["logprobs", "loss_mask", "versions"])

@@ -17,6 +17,8 @@ from trainer_client.dtypes import NUMPY_DTYPES
 from trainer_client.sources import DTYPES, source_bytes, sources_of
 from trainer_client.torch_sources import TORCH_DTYPES
 
+pytestmark = pytest.mark.slow  # torch takes a second to import
+
 
 def published(tensors: Any) -> dict[str, bytes]:
     return {source.name: bytes(source.read()) for source in sources_of(tensors).tensors}

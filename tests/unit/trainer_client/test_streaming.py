@@ -14,6 +14,8 @@ from trainer_client.streaming.names import rename
 from trainer_client.streaming.passes import part_of
 from trainer_client.streaming.staging import StagingRing
 
+pytestmark = pytest.mark.slow  # torch takes a second to import
+
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
