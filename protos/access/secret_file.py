@@ -45,10 +45,13 @@ def _read(path: Path, bytes_max: int, forbidden: int, what: str, hint: str) -> t
     try:
         # O_NONBLOCK: a pipe without a writer must not hold the daemon; what is no file is refused below.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
+        try:
             status = os.fstat(descriptor)
             _check(path, status, forbidden, hint)
-            raw = file.read(bytes_max + 1)
+            with open(descriptor, "rb", closefd=False) as file:  # of a directory it raises, and closes nothing
+                raw = file.read(bytes_max + 1)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}", hint=hint) from error
     if len(raw) > bytes_max:

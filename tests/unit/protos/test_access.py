@@ -116,13 +116,23 @@ def test_what_is_no_file_of_keys_is_refused(tmp_path: Path) -> None:
         "absent": "No such file",
         "pipe": "is no file",
         "bytes": "is no text",
-        ".": "Is a directory",
+        ".": "is no file",
     }.items():
         with pytest.raises(InvalidRequest, match=why):
             KeyFile(tmp_path / name)
     large = write(tmp_path / "large", "#" * (key_file.BYTES_MAX + 1))
     with pytest.raises(InvalidRequest, match="is larger than 8 MiB"):
         KeyFile(large)
+
+
+def test_a_directory_in_its_place_costs_no_descriptor(tmp_path: Path) -> None:
+    """A daemon looks every second, for as long as it stays there."""
+    own = Path("/proc/self/fd")
+    before = len(list(own.iterdir()))
+    for _ in range(10):
+        with pytest.raises(InvalidRequest, match="is no file"):
+            KeyFile(tmp_path)
+    assert len(list(own.iterdir())) == before
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
