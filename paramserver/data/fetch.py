@@ -72,6 +72,7 @@ class Fetch:
         self._changed = threading.Condition(self._mutex)
         self._bypasses = Bypasses()
         self._cancelled = threading.Event()
+        self._links: set[Link] = set()  # in use; one that left is closed, and must not be touched
         self._failure: BaseException | None = None
         self._last_error: LaminarError | None = None
         self._progress_at = time.monotonic()
@@ -110,8 +111,11 @@ class Fetch:
         return self._bypasses.num_failures
 
     def cancel(self) -> None:
+        """A link may wait for a publisher who is slow, or for bytes that trickle: each in use is broken off."""
         self._cancelled.set()
         with self._changed:
+            for link in self._links:
+                link.break_off()
             self._changed.notify_all()
 
     def run(self) -> bool:
@@ -162,9 +166,13 @@ class Fetch:
     def _use(self, source: Source, stripe: str) -> None:
         link = self._link(source)
         self.upstream, self.rtt_s, self.transport = source.name, link.rtt_s, link.transport
+        with self._mutex:
+            self._links.add(link)
         try:
             self._pull(link, stripe)
         finally:
+            with self._mutex:
+                self._links.discard(link)
             link.close()
 
     def _link(self, source: Source) -> Link:

@@ -219,6 +219,9 @@ class FileLink:
     def alive(self) -> None:
         """A file needs no heartbeat."""
 
+    def break_off(self) -> None:
+        """A disk is not waited for longer than a read takes."""
+
     def close(self) -> None:
         for fd in self._fds.values():
             os.close(fd)

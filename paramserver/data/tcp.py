@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import select
 import socket
@@ -91,6 +92,10 @@ class TcpLink:
             received(header.index, upto)
         return Arrived(header.index, header.digest, header.length, began_at, chunk.digest())
 
+    def break_off(self) -> None:
+        with contextlib.suppress(OSError):  # the other end has left already
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._sock.close()
 
@@ -126,6 +131,8 @@ class TcpLink:
         while True:
             try:
                 num = receive()
+            except frames.Partly:
+                waited_from, silent_s = time.monotonic(), 0.0
             except BlockingIOError:
                 now = time.monotonic()
                 waited_from, silent_s = now, silent_s + min(now - waited_from, frames.LOOK_S_MAX)

@@ -51,6 +51,10 @@ class Link(Protocol):
     def alive(self) -> None:
         """A sign of life from a side that requests nothing."""
 
+    def break_off(self) -> None:
+        """Makes `receive` raise soon, which waits for as long as the holder lives. Any thread may call it before
+        `close`."""
+
     def close(self) -> None: ...
 
 

@@ -84,6 +84,9 @@ class NixlLink:
         self._hop.alive()
         self._alive_at = time.monotonic()
 
+    def break_off(self) -> None:
+        self._hop.break_off()
+
     def receive(self, place: Callable[[int], memoryview], received: Callable[[int, int], None]) -> Arrived:
         want = self._requested[0]
         self._looked_at, self._silent_s = time.monotonic(), 0.0

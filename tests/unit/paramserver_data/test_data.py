@@ -169,6 +169,19 @@ def test_a_cancelled_fetch_ends_without_an_error(make_host: MakeHost) -> None:
     assert result == [False]
 
 
+def test_a_cancelled_fetch_does_not_wait_for_a_holder_that_has_no_more(make_host: MakeHost) -> None:
+    """Its publisher may take minutes; ALIVE comes meanwhile, so that the link is never silent."""
+    upstream, downstream = make_host(), make_host()
+    upstream.fill(1)
+    running = fetch(downstream, upstream)
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    downstream.snapshot.wait_chunk(0, 60.0)
+    running.cancel()
+    thread.join(60.0)
+    assert not thread.is_alive()
+
+
 def test_memory_that_went_bad_at_the_sender_is_found_withdrawn_and_had_elsewhere(make_host: MakeHost) -> None:
     bad, good, downstream = make_host(), make_host(), make_host()
     bad.fill()
@@ -390,6 +403,8 @@ class FakeLink:
         return Arrived(want.index, digest(whole), len(whole) - want.from_byte, time.monotonic())
 
     def alive(self) -> None: ...
+
+    def break_off(self) -> None: ...
 
     def close(self) -> None: ...
 
