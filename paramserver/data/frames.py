@@ -37,6 +37,7 @@ HEADER = struct.Struct(f"!BIII{DIGEST_BYTES}s")  # kind, chunk, from byte, lengt
 FLAG_SUSPECT = 1
 JSON_BYTES_MAX = 64 << 20
 GREETING_S = 5.0
+WELCOME_S = 60.0  # the holder itself refuses long before
 GREETING_BYTES_MAX = 16 << 10  # names and a token: from strangers no more is taken in
 FDS_PER_MESSAGE = 128  # the kernel takes at most 253
 NO_DIGEST = bytes(DIGEST_BYTES)
@@ -138,6 +139,11 @@ class LinkBroken(Unavailable):
     code = "link_broken"
 
 
+class Partly(BlockingIOError):
+    """A part of a record came, none of which may be handed out yet: that is progress, and the call is to be made
+    again."""
+
+
 class TransportFailed(LinkBroken):
     """The transport besides this connection failed, here or at the other end."""
 
@@ -193,15 +199,23 @@ def _wait_writable(sock: socket.socket) -> None:
 
 def receive_exactly(sock: socket.socket, into: memoryview, by: float | None = None) -> None:
     """Fills `into`; the socket's timeout bounds each piece of progress, the monotonic clock's `by` the whole."""
-    filled = 0
+    filled, usual_s = 0, sock.gettimeout() if by is not None else None
     try:
         while filled < len(into):
             if by is not None:
-                sock.settimeout(max(0.001, by - time.monotonic()))
-            num = sock.recv_into(into[filled:])
+                left_s = max(0.001, by - time.monotonic())
+                sock.settimeout(left_s if usual_s is None else min(left_s, usual_s))
+            try:
+                num = sock.recv_into(into[filled:])
+            except Partly:
+                if by is not None and time.monotonic() > by:
+                    raise
+                continue
             if num == 0:
                 raise LinkBroken("the peer closed the connection")
             filled += num
+        if by is not None:
+            sock.settimeout(usual_s)
     except OSError as error:
         raise LinkBroken(f"receiving failed: {error}") from error
 
@@ -247,17 +261,17 @@ def send_message(sock: socket.socket, kind: Kind, message: msgspec.Struct) -> No
 
 def receive_welcome(sock: socket.socket, *, silence_s: float) -> Welcome:
     """Waits through ALIVE frames. Raises the error of a refusal, or LinkBroken."""
-    deadline = time.monotonic() + 60.0  # the holder itself refuses long before
+    by = time.monotonic() + WELCOME_S
     sock.settimeout(silence_s)
-    while time.monotonic() < deadline:
-        header = receive_header(sock)
+    while time.monotonic() < by:
+        header = receive_header(sock, by)
         if header.kind is Kind.WELCOME:
-            return receive_json(sock, header.length, Welcome)
+            return receive_json(sock, header.length, Welcome, by=by)
         if header.kind is Kind.REFUSED:
-            raise receive_json(sock, header.length, Refusal).error()
+            raise receive_refusal(sock, header, by=by)
         if header.kind is not Kind.ALIVE:
             raise LinkBroken(f"expected a welcome, got {header.kind.name}")
-    raise LinkBroken("no welcome within 60 s")
+    raise LinkBroken(f"no welcome within {WELCOME_S} s")
 
 
 def receive_refusal(

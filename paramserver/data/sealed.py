@@ -13,12 +13,16 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
+import time
 from typing import Any, NoReturn
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from paramserver.data.frames import Partly
 
 KEY_BYTES = 16
 _LENGTH = struct.Struct("!I")
@@ -26,6 +30,8 @@ _NONCE = struct.Struct("!IQ")
 _TAG_BYTES = 16
 RECORD_BYTES_MAX = 256 << 10
 """Sent or received, and worked on, at once: it stays in a core's own cache."""
+PARTLY_S = 0.1
+"""A call comes back after so long and the socket's own time limit, whether or not a record is whole by then."""
 RECORDS_MAX = 1 << 32
 """Under one key: 1 PiB. GCM is safe for as many by a wide margin."""
 
@@ -68,7 +74,8 @@ class SealedSocket(socket.socket):
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0, /) -> int:
         """At least one byte; 0 at the end, which anybody in between can bring about. What raises because nothing came
-        in time may be called again."""
+        in time may be called again, and so may what raises `Partly`: a record that trickles, as anybody in between can
+        have it, holds no caller."""
         view = memoryview(buffer).cast("B")
         view = view[:nbytes] if nbytes else view
         if not view:
@@ -94,7 +101,10 @@ class SealedSocket(socket.socket):
         return length if self._fill(_LENGTH.size + length + _TAG_BYTES) else 0
 
     def _fill(self, upto: int) -> bool:
+        returns_at = time.monotonic() + PARTLY_S
         while self._filled < upto:
+            if time.monotonic() > returns_at:
+                raise Partly(errno.EAGAIN, "a part of a record came")
             num = super().recv_into(self._incoming[self._filled : upto], 0, socket.MSG_WAITALL)
             if num == 0:
                 return False

@@ -38,8 +38,8 @@ _TLS_TYPES = {20: "tls change", 21: "tls alert", 22: "tls hello", 23: "tls"}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A message. `name`: hello, greeting, proof, challenge, refused, record, tls, ...; `number`: of those with that name
-    in its direction, from 0."""
+    """A message. `name`: hello, greeting, proof, challenge, refused, record, tls, ...; `number`: of those with that
+    name in its direction, from 0."""
 
     side: Side
     name: str

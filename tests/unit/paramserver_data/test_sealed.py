@@ -8,12 +8,13 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from paramserver.data import frames
-from paramserver.data.frames import LinkBroken
+from paramserver.data.frames import LinkBroken, Partly
 from paramserver.data.sealed import KEY_BYTES, RECORD_BYTES_MAX, Forged, SealedSocket
 
 FIRST, SECOND = b"1" * KEY_BYTES, b"2" * KEY_BYTES
@@ -149,6 +150,32 @@ def test_a_record_that_comes_slowly_is_waited_for_as_often_as_it_takes() -> None
         receiver.settimeout(60.0)
         assert receiver.recv_into(into) == 7
         assert into == b"content"
+
+
+def test_a_record_that_trickles_holds_no_caller() -> None:
+    """Each byte comes in the socket's own time limit: who waits has to be able to stop."""
+    [record] = recorded(b"content" * 100)
+    one, other = pair()
+    with one, SealedSocket(other, sends=SECOND, receives=FIRST) as receiver:
+        receiver.settimeout(60.0)
+        into, left = bytearray(700), threading.Event()
+
+        def trickle() -> None:
+            for byte in record:
+                one.sendall(bytes([byte]))
+                if not left.is_set():
+                    time.sleep(0.005)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        with pytest.raises(Partly):
+            receiver.recv_into(into)
+        with pytest.raises(LinkBroken, match="a part of a record"):
+            frames.receive_exactly(receiver, memoryview(into), time.monotonic() + 0.2)
+        left.set()
+        frames.receive_exactly(receiver, memoryview(into), time.monotonic() + 60.0)
+        thread.join(60.0)
+    assert into == b"content" * 100
 
 
 def test_a_record_that_was_sent_in_part_is_the_last(sealed: tuple[SealedSocket, SealedSocket]) -> None:

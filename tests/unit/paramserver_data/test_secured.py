@@ -387,6 +387,47 @@ def test_whoever_opens_slowly_loses_the_connection(
         assert not thread.is_alive()
 
 
+def test_a_holder_that_answers_slowly_loses_the_requester(fleet: Path) -> None:
+    """Byte by byte, each in time: other holders would wait behind it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        left = threading.Event()
+
+        def trickle() -> None:
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(OSError):
+                for byte in frames.Header(Kind.CHALLENGE, length=1000).pack() + bytes(1000):
+                    sock.sendall(bytes([byte]))
+                    left.wait(0.05)
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        with pytest.raises(LinkBroken, match="timed out"):
+            by(fleet / "relay").open(f"127.0.0.1:{listener.getsockname()[1]}", 0.5, FETCH)
+        assert not left.is_set()
+        left.set()
+        thread.join(60.0)
+
+
+def test_a_welcome_that_trickles_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "WELCOME_S", 0.3)
+    near, far = socket.socketpair()
+    left = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            for byte in frames.Header(Kind.WELCOME, length=1000).pack() + bytes(1000):
+                far.sendall(bytes([byte]))
+                left.wait(0.05)
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    with near, far:
+        with pytest.raises(LinkBroken, match="timed out"):
+            frames.receive_welcome(near, silence_s=60.0)
+        left.set()
+        thread.join(60.0)
+
+
 # -- peers by hand
 
 
