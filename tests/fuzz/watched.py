@@ -23,7 +23,7 @@ _OF_GRPC = re.compile(r"^\d\S+ ERROR   grpc\..*\n(?:  .*\n)*", re.MULTILINE)
 
 
 @contextlib.contextmanager
-def unharmed(daemon: Daemon, *, growth_bytes_max: int = GROWTH_BYTES_MAX) -> Iterator[None]:
+def unharmed(daemon: Daemon, *, growth_bytes_max: int = GROWTH_BYTES_MAX, left_max: int = LEFT_MAX) -> Iterator[None]:
     """Fails where the daemon ended, logged an error or a traceback, or keeps memory, threads or descriptors."""
     process = psutil.Process(daemon.process.pid)
     logged = len(daemon.log())
@@ -34,7 +34,7 @@ def unharmed(daemon: Daemon, *, growth_bytes_max: int = GROWTH_BYTES_MAX) -> Ite
     assert "Traceback" not in more, _around(more, "Traceback")
     assert " ERROR " not in more, _around(more, " ERROR ")
     deadline = time.monotonic() + SETTLE_S
-    while max(left := (process.num_threads() - threads, process.num_fds() - files)) > LEFT_MAX:
+    while max(left := (process.num_threads() - threads, process.num_fds() - files)) > left_max:
         assert time.monotonic() < deadline, f"{daemon.name} keeps {left[0]} threads and {left[1]} descriptors"
         time.sleep(0.05)
     grown = process.memory_info().rss - memory

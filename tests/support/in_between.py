@@ -7,7 +7,8 @@ and changes, drops, repeats, swaps, cuts and forges what an `Attack` says.
         assert attack.fired.is_set()
 
 Invariants:
-- an attack is for one connection: the next one that opens, or the next whose greeting has its `purpose`;
+- an attack is for one connection: the next one that opens, or the next whose greeting has its `purpose`. Where that
+  has no such message, it waits for the one after it;
 - without an attack every byte passes, and in its order;
 - what passed is kept, message by message, of connections that `keep` says so of.
 """
@@ -18,6 +19,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -55,9 +57,13 @@ class Wire:
         self.passed: list[Piece] = []
         self.over = threading.Event()  # both directions have ended
 
-    def send(self, side: Side, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # whoever left hears nothing
+    def send(self, side: Side, data: bytes) -> bool:
+        """False where nobody is there any more."""
+        try:
             self._to[side].sendall(data)
+        except OSError:
+            return False
+        return True
 
     def end(self, side: Side, *, reset: bool = False) -> None:
         """No more goes that way; `reset`: nor the other way, and at once."""
@@ -176,6 +182,19 @@ def instead(match: Match, data: bytes, *, to: Side = "answers") -> Attack:
     return Attack(match, act, lambda _, piece: b"")
 
 
+def trickle(match: Match, *, byte_every_s: float = 0.05) -> Attack:
+    """The message comes byte by byte, for as long as there is somebody to whom."""
+
+    def act(wire: Wire, piece: Piece) -> bytes:
+        for byte in piece.data:
+            if not wire.send(piece.side, bytes([byte])):
+                break
+            time.sleep(byte_every_s)
+        return b""
+
+    return Attack(match, act)
+
+
 def led_to(address: str) -> Attack:
     """The connection goes to another relay, unchanged."""
     return Attack(lambda _: True, lambda _, piece: piece.data, target=address)
@@ -185,7 +204,7 @@ class InBetween:
     """Stands at `address`, where those who mean the relay at `target` connect ("host:port" each)."""
 
     def __init__(self, address: str, target: str) -> None:
-        self.address, self._target = address, target
+        self.address, self.target = address, target
         self._listener = socket.create_server(_split(address))
         self._attacks: deque[Attack] = deque()
         self._mutex = threading.Lock()
@@ -249,7 +268,7 @@ class InBetween:
 
     def _serve(self, requester: socket.socket) -> None:
         attack = self._take("")
-        target = _split((attack and attack.target) or self._target)
+        target = _split((attack and attack.target) or self.target)
         with requester, contextlib.suppress(OSError), socket.create_connection(target, 10.0) as holder:
             holder.settimeout(None)
             wire = Wire(requester, holder)
@@ -260,6 +279,8 @@ class InBetween:
             back = self._start(lambda: self._pump(wire, "answers", holder, attacks))
             self._pump(wire, "requests", requester, attacks)
             back.join()
+            with self._mutex:
+                self._attacks.extendleft(attack for attack in attacks if not attack.fired.is_set())
             self._wires.remove(wire)
             wire.over.set()
 
