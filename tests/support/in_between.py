@@ -65,6 +65,14 @@ class Wire:
             return False
         return True
 
+    def take(self, side: Side, num: int) -> bytes:
+        """The next bytes of that direction, which then nobody else gets."""
+        sock = self._to["answers" if side == "requests" else "requests"]
+        data = b""
+        while len(data) < num and (more := sock.recv(num - len(data))):
+            data += more
+        return data
+
     def end(self, side: Side, *, reset: bool = False) -> None:
         """No more goes that way; `reset`: nor the other way, and at once."""
         sock = self._to[side]
@@ -124,6 +132,7 @@ WELCOME = is_("record", "answers")
 CHUNK_HEADER = is_("record", "answers", number=1)
 CHUNK_BYTES = is_("record", "answers", number=1, at_least=1 << 10)
 REQUEST = is_("record", "requests")
+WRITTEN_HEADER = is_("record", "requests")
 WRITTEN_BYTES = is_("record", "requests", at_least=1 << 10)
 
 
@@ -191,6 +200,19 @@ def trickle(match: Match, *, byte_every_s: float = 0.05) -> Attack:
                 break
             time.sleep(byte_every_s)
         return b""
+
+    return Attack(match, act)
+
+
+def half_open(match: Match, later: threading.Event) -> Attack:
+    """The requester's end is reset, and the holder's stays open: it gets the message, and the one after it, `later`."""
+
+    def act(wire: Wire, piece: Piece) -> bytes:
+        following = wire.take("requests", 4)
+        following += wire.take("requests", int.from_bytes(following, "big") + _TAG_BYTES)
+        wire.end("answers", reset=True)
+        later.wait(60.0)
+        return piece.data + following
 
     return Attack(match, act)
 
