@@ -12,12 +12,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from deploy.setup_env import ROOT
 from paramserver.client import publish
 from paramserver.data import frames
-from paramserver.data.frames import Greeting, Kind
+from paramserver.data.frames import Greeting, Header, Kind, Refusal
 from paramserver.data.secured import open_connection
 from protos.access.credentials import CREDENTIALS_VARIABLE, FILE_BYTES_MAX
 from protos.errors import LaminarError
@@ -153,6 +154,16 @@ async def left_half_open(scene: Scene) -> str:
     return answer
 
 
+async def forged(scene: Scene) -> str:
+    """Before the holder has proven anything: what the publisher and the relay that follows are told."""
+    body = msgspec.json.encode(Refusal("unauthenticated", "no fleet key in common"))
+    refusal = Header(Kind.REFUSED, length=len(body)).pack() + body
+    attacks = [scene.a.between.attack(instead(is_("hello"), refusal)) for _ in range(6)]
+    await published(scene)
+    assert all(attack.fired.is_set() for attack in attacks)
+    return "it is tried again, and the version lands whole"
+
+
 async def cut_each_time(scene: Scene) -> str:
     before = await published(scene)
     for _ in range(3):
@@ -184,6 +195,7 @@ TRIED: dict[str, Attempt] = {
         ),
     ),
     "a write is cut for the publisher, and what it had sent comes to the relay later": left_half_open,
+    "a refusal to a publisher is forged before the relay has proven the key": forged,
     "a write is cut each time that it is tried": cut_each_time,
 }
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import string
 import struct
 import threading
 import time
@@ -33,6 +34,7 @@ from paramserver.data.frames import HEADER, Kind
 Side = Literal["requests", "answers"]
 """What the requester sends, and what the holder does."""
 
+_BASE64 = frozenset((string.ascii_letters + string.digits + "+/").encode())
 _TAG_BYTES, _PROOF_BYTES = 16, 32
 _TLS_HEADER = struct.Struct("!BHH")
 _TLS_TYPES = {20: "tls change", 21: "tls alert", 22: "tls hello", 23: "tls"}
@@ -141,7 +143,10 @@ def flip(match: Match, at: int = -1) -> Attack:
 
     def act(_: Wire, piece: Piece) -> bytes:
         changed = bytearray(piece.data)
-        changed[at] ^= 1
+        if changed[at] in _BASE64:  # it stays a message that can be read, where it was one
+            changed[at] = next(changed[at] ^ bit for bit in (1, 2, 4) if changed[at] ^ bit in _BASE64)
+        else:
+            changed[at] ^= 1
         return bytes(changed)
 
     return Attack(match, act)
