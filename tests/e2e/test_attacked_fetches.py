@@ -26,14 +26,13 @@ from paramserver.data.secured import MAGIC, Hello
 from protos.access.credentials import CREDENTIALS_VARIABLE, Credentials
 from protos.errors import LaminarError
 from tests.fuzz.watched import unharmed
-from tests.support.in_between import (
+from tests.support.in_between import Attack, Match, Wire
+from tests.support.intercepted import SILENCE_S, Intercepted, InterceptedFleet, contents, intercepted
+from tests.support.wire_attacks import (
     CHUNK_BYTES,
     CHUNK_HEADER,
     REQUEST,
     WELCOME,
-    Attack,
-    Match,
-    Wire,
     cut,
     drop,
     flip,
@@ -44,7 +43,6 @@ from tests.support.in_between import (
     swap,
     trickle,
 )
-from tests.support.intercepted import SILENCE_S, Intercepted, InterceptedFleet, contents, intercepted
 
 pytestmark = pytest.mark.slow
 

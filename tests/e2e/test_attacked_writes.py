@@ -23,11 +23,13 @@ from paramserver.data.secured import open_connection
 from protos.access.credentials import CREDENTIALS_VARIABLE, FILE_BYTES_MAX
 from protos.errors import LaminarError
 from tests.fuzz.watched import unharmed
-from tests.support.in_between import (
+from tests.support.in_between import Attack, Wire
+from tests.support.intercepted import Intercepted, InterceptedFleet, intercepted, weights
+from tests.support.relays import until
+from tests.support.weights import source_of
+from tests.support.wire_attacks import (
     WRITTEN_BYTES,
     WRITTEN_HEADER,
-    Attack,
-    Wire,
     cut,
     drop,
     flip,
@@ -37,9 +39,6 @@ from tests.support.in_between import (
     repeat,
     swap,
 )
-from tests.support.intercepted import Intercepted, InterceptedFleet, intercepted, weights
-from tests.support.relays import until
-from tests.support.weights import source_of
 
 pytestmark = pytest.mark.slow
 

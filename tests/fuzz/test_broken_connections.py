@@ -24,8 +24,8 @@ from paramserver.data.server import CONNECTIONS_PER_HOST_MAX, STALL_S
 from protos.access.credentials import CREDENTIALS_VARIABLE
 from tests.fuzz.cases import EXAMPLES
 from tests.fuzz.watched import unharmed
-from tests.support.in_between import CHUNK_BYTES, REQUEST, WELCOME, cut
 from tests.support.intercepted import Intercepted, InterceptedFleet, contents, intercepted
+from tests.support.wire_attacks import CHUNK_BYTES, REQUEST, WELCOME, cut
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
