@@ -32,7 +32,7 @@ def check_serves(credentials: Credentials, host: str) -> None:
     role = credentials.identity.role
     if role != "relay":
         raise InvalidRequest(
-            f"{credentials.directory} has the certificate of a {role}, and only a relay's may serve",
+            f"{credentials.directory} has a certificate with the role {role}, and only a relay's may serve",
             hint="`paramserver credentials issue DIR relay NAME` makes one",
         )
     certificate = certificates.read_certificates(credentials.material.certificate, str(credentials.directory))[0]

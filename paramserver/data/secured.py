@@ -143,7 +143,7 @@ class DataAccess:
             raise LinkBroken(f"no TLS with {address}: {_reason(error)}") from error
         try:
             if (role := peer_of(wrapped).role) != "relay":
-                raise LinkBroken(f"{address} has the certificate of a {role}, not of a relay")
+                raise LinkBroken(f"{address} has a certificate with the role {role}, not relay")
         except BaseException:
             wrapped.close()
             raise

@@ -62,7 +62,9 @@ def relays_of(credentials: Credentials) -> FleetTls:
     return FleetTls(
         credentials,
         serving=False,
-        refusal=lambda peer: "" if peer.role == "relay" else f"it has the certificate of a {peer.role}, not of a relay",
+        refusal=lambda peer: (
+            "" if peer.role == "relay" else f"it has a certificate with the role {peer.role}, not relay"
+        ),
     )
 
 

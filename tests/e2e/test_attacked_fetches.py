@@ -26,14 +26,13 @@ from paramserver.data.secured import MAGIC, Hello
 from protos.access.credentials import CREDENTIALS_VARIABLE, Credentials
 from protos.errors import LaminarError
 from tests.fuzz.watched import unharmed
-from tests.support.in_between import (
+from tests.support.in_between import Attack, Match, Wire
+from tests.support.intercepted import SILENCE_S, Intercepted, InterceptedFleet, contents, intercepted
+from tests.support.wire_attacks import (
     CHUNK_BYTES,
     CHUNK_HEADER,
     REQUEST,
     WELCOME,
-    Attack,
-    Match,
-    Wire,
     cut,
     drop,
     flip,
@@ -44,7 +43,6 @@ from tests.support.in_between import (
     swap,
     trickle,
 )
-from tests.support.intercepted import SILENCE_S, Intercepted, InterceptedFleet, contents, intercepted
 
 pytestmark = pytest.mark.slow
 
@@ -190,10 +188,15 @@ def refusing(code: str, message: str) -> bytes:
     return Header(Kind.REFUSED, length=len(body)).pack() + body
 
 
+def forged(code: str) -> Attack:
+    return instead(is_("hello"), refusing(code, "so says who is in between"))
+
+
 def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
+CODES = ("unauthenticated", "forbidden", "not_found", "conflict", "out_of_capacity", "internal", "nonsense")
 FORGED = refusing("tls_wanted", "TLS, please")
 TRIED: dict[str, Callable[[Scene], str]] = {
     "a bit of the hello is flipped on its way": lambda s: each(s, *(flip(PHASES["hello"], at) for at in (0, 4, 20))),
@@ -231,10 +234,15 @@ TRIED: dict[str, Callable[[Scene], str]] = {
     "a requester's TLS is answered in the clear": lambda s: attacked(
         s, instead(is_("tls hello"), recorded(s).sent("answers")), tls=True
     ),
+    "a key's id in the hello is changed": lambda s: attacked(s, flip(is_("hello"), -6)),
+    "a refusal is forged before the holder has proven the key": lambda s: each(s, *map(forged, CODES)),
+    "a refusal of 64 MiB is announced there": lambda s: attacked(
+        s, instead(is_("hello"), Header(Kind.REFUSED, length=64 << 20).pack() + bytes(1 << 20))
+    ),
     "a wish for TLS is forged": lambda s: attacked(s, instead(is_("hello"), FORGED)),
     "over TLS: a bit of any message is flipped": lambda s: each(
         s,
-        *(flip(match, 60) for match in (is_("tls hello"), is_("tls", "answers"), is_("tls", "requests"), RECORD)),
+        *(flip(match, 20) for match in (is_("tls hello"), is_("tls", "answers"), is_("tls", "requests"), RECORD)),
         tls=True,
     ),
     "over TLS: a record is left out, repeated, or changes places with the next": lambda s: each(
@@ -270,8 +278,8 @@ def on_the_way() -> Iterator[Attack]:
     for match in (REQUEST, CHUNK_HEADER, CHUNK_BYTES):
         yield from (drop(match), repeat(match), swap(match))
     yield from (drop(WELCOME), drop(is_("challenge")))
-    for code in ("unauthenticated", "forbidden", "not_found", "conflict", "tls_wanted", "internal", "nonsense"):
-        yield instead(is_("hello"), refusing(code, "so says who is in between"))
+    for code in (*CODES, "tls_wanted"):
+        yield forged(code)
 
 
 def on_tls() -> Iterator[Attack]:

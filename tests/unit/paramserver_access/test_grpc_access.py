@@ -159,7 +159,7 @@ async def test_a_client_finds_its_credentials_in_the_environment(
 
 @pytest.mark.parametrize("role", sorted({*FLEET_ROLES} - {"relay"}))
 def test_only_a_relays_certificate_may_serve(fleet: Path, role: str) -> None:
-    with pytest.raises(InvalidRequest, match=rf"certificate of a {role}.*issue DIR relay"):
+    with pytest.raises(InvalidRequest, match=rf"certificate with the role {role}.*issue DIR relay"):
         check_serves(Credentials(fleet / role), "127.0.0.1")
 
 
