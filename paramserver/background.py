@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterator
 
@@ -60,6 +62,31 @@ class FailureLog:
 
     def is_failing(self, what: str) -> bool:
         return what in self._causes
+
+
+class RareLines:
+    """Log lines that strangers can cause: at most `lines_max` in `PERIOD_S`, and the next one says how many were left
+    out. Any thread may call it."""
+
+    PERIOD_S = 10.0
+
+    def __init__(self, log: logging.Logger, lines_max: int) -> None:
+        self._log, self._lines_max = log, lines_max
+        self._mutex = threading.Lock()
+        self._began_s = -self.PERIOD_S
+        self._lines = self._left_out = 0
+
+    def say(self, level: int, line: str) -> None:
+        with self._mutex:
+            now = time.monotonic()
+            if now - self._began_s >= self.PERIOD_S:
+                self._began_s, self._lines = now, 0
+            if self._lines >= self._lines_max:
+                self._left_out += 1
+                return
+            self._lines += 1
+            left_out, self._left_out = self._left_out, 0
+        self._log.log(level, "%s%s", line, f" ({left_out} such lines were left out before it)" if left_out else "")
 
 
 class BackgroundTasks:

@@ -25,6 +25,7 @@ from typing import cast
 import grpc
 import grpc.aio
 
+from paramserver.background import RareLines
 from paramserver.daemon.access import AccessInterceptor, server_credentials
 from paramserver.data.engine_ports import EnginePort, open_files_max
 from paramserver.data.splice import keep_alive
@@ -48,7 +49,6 @@ HANDSHAKE_MS = 5_000
 """Of TLS; gRPC's own bound is two minutes. An honest caller takes milliseconds."""
 BACKLOG = 512
 """Connections that the kernel holds until they are accepted."""
-LOG_EVERY_S = 10.0
 _BOUNDS: Mapping[Bound, str] = {"total": "too many are open", "per_address": "too many of its address are open"}
 
 
@@ -88,8 +88,7 @@ class GrpcPort:
         self._by_name: dict[str, _Caller] = {}  # by the name of its end at gRPC
         self._callers: set[_Caller] = set()
         self._server: asyncio.Server | None = None
-        self._logged_at = -LOG_EVERY_S
-        self._num_strange = 0  # connections that ended as strangers'
+        self._refusals = RareLines(log, 1)
 
     async def serve(self) -> None:
         """Once gRPC listens."""
@@ -154,20 +153,15 @@ class GrpcPort:
     def closed(self, caller: _Caller) -> None:
         self._callers.discard(caller)
         if self._connections.is_stranger(caller):
-            self._num_strange += 1
             self._log(
-                f"{self._num_strange} connections to the gRPC port have ended, the last of them from {caller.address}, "
-                "before a call was let through: their callers have no valid certificate of the fleet, or called nothing"
+                f"a connection of {caller.address} to the gRPC port has ended before a call was let through: its "
+                "caller has no valid certificate of the fleet, or has called nothing"
             )
         self._connections.closed(caller)
         self._by_name.pop(caller.name, None)
 
     def _log(self, what: str) -> None:
-        """A line in a while: strangers must not fill the log."""
-        now = time.monotonic()
-        if now - self._logged_at >= LOG_EVERY_S:
-            self._logged_at = now
-            log.warning("%s", what)
+        self._refusals.say(logging.WARNING, what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from paramserver.background import FailureLog
+from paramserver.background import FailureLog, RareLines
 from paramserver.core.records import Epoch, digest
 from paramserver.data import frames
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TlsWanted, TransportFailed
@@ -38,6 +38,9 @@ CONNECTIONS_MAX = 256
 CONNECTIONS_PER_HOST_MAX = 192
 LATE_JOINERS_MAX = 2  # at once per version: of many that join together the first ones then serve the others
 ACCEPT_RETRY_S = 0.1
+REFUSALS_LOGGED_MAX = (
+    20  # in ten seconds: one that joins late is refused now and then, and a stranger as often as it asks
+)
 _PACED_BYTES = 64 << 10
 
 
@@ -161,6 +164,7 @@ class DataServer:
         self._mutex = threading.Lock()
         self._closing = False
         self._failures = FailureLog(log)
+        self._refusals = RareLines(log, REFUSALS_LOGGED_MAX)
         self.bytes_sent = 0
 
     def serve_tcp(self, listener: socket.socket) -> str:
@@ -254,20 +258,27 @@ class DataServer:
         """Says why on the connection that ends with this error, where the other side can do something about it."""
         match error:
             case TransportFailed() | TlsWanted():
-                _refuse(sock, error)
+                self._refuse(sock, error)
             case LinkBroken():
                 log.debug("data connection ended: %s", error)
             case LaminarError():
-                _refuse(sock, error)
+                self._refuse(sock, error)
             case _:
                 self._failures.failed("a data connection was ended", error)
-                _refuse(sock, LaminarError(f"an unexpected error: {type(error).__name__}"))
+                self._refuse(sock, LaminarError(f"an unexpected error: {type(error).__name__}"))
+
+    def _refuse(self, sock: socket.socket, error: LaminarError) -> None:
+        self._refusals.say(logging.INFO, f"refused on the data port: {error}")
+        try:
+            frames.send_message(sock, Kind.REFUSED, frames.Refusal.of(error))
+        except LinkBroken:
+            log.debug("the peer left before the refusal")
 
     def _serve_peer(self, sock: socket.socket) -> None:
         if self._access is None:
             self._serve_greeted(sock, frames.receive_greeting(sock))
             return
-        secured, greeting = self._access.accept(sock, _refuse)
+        secured, greeting = self._access.accept(sock, self._refuse)
         self._by_tcp.welcome(sock)  # whoever has proven a key is no stranger
         with secured:
             try:
@@ -448,14 +459,6 @@ def _check_epoch(snapshot: Snapshot, epoch: Epoch | None) -> None:
     held = snapshot.manifest.epoch
     if epoch is not None and epoch != held:
         raise StaleEpoch(f"{snapshot} was begun in epoch {held}, requested in {epoch}")
-
-
-def _refuse(sock: socket.socket, error: LaminarError) -> None:
-    log.info("refused on the data port: %s", error)
-    try:
-        frames.send_message(sock, Kind.REFUSED, frames.Refusal.of(error))
-    except LinkBroken:
-        log.debug("the peer left before the refusal")
 
 
 def _shut(sock: socket.socket) -> None:

@@ -332,7 +332,7 @@ async def scene(relays: Relays, fleet: Path, tmp_path: Path, monkeypatch: pytest
         async with found.client("reader") as reader:
             assert [one.version for one in await reader.versions(MODEL)] == [1], "it serves as before"
         assert engine.connections == 0, "the engine has heard of nobody"
-        assert "before a call was let through: their callers have no valid certificate" in daemon.log()
+        assert "before a call was let through: its caller has no valid certificate" in daemon.log()
         assert "Handshake failed" not in daemon.log(), "gRPC's own lines, one for each stranger"
         assert await asyncio.to_thread(asked, port.url, fleet / "gateway", fleet) == "served"
 
