@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.images import network
-from deploy.images.network import Network
+from deploy.images.network import WHEELS_INSIDE, Network
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINERFILE = Path(__file__).with_name("Containerfile")
@@ -92,8 +92,7 @@ def build_command(target: str, given: argparse.Namespace, where: Network, pip_co
         words += ["--build-arg", f"LAMINAR_TORCH_INDEX={given.torch_index}"]
     words += ["--secret", f"id=pip.conf,src={pip_conf}"]
     words += ["--secret", f"id=ca.crt,src={where.ca}"] if where.ca else []
-    for inside, folder in where.mounts.items():
-        words += ["--volume", f"{folder}:{inside}:ro"]
+    words += ["--volume", f"{where.wheels}:{WHEELS_INSIDE}:ro"] if where.wheels else []
     return [*words, "--file", str(CONTAINERFILE), "--target", target, "--tag", IMAGES[target], str(ROOT)]
 
 
@@ -125,8 +124,8 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--ca", type=Path, metavar="FILE", help=f"certificates (default: {', '.join(network.CA_VARIABLES)})"
     )
-    wheels = "a folder of wheels that pip may take, repeatable (default: those of pip's find-links)"
-    parser.add_argument("--wheels", type=Path, action="append", default=[], metavar="DIR", help=wheels)
+    wheels = "a folder of wheels that pip may take (default: the first one of pip's find-links)"
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help=wheels)
     index = "an index with torch's CPU build (default: LAMINAR_TORCH_INDEX)"
     parser.add_argument("--torch-index", metavar="URL", help=index, default=os.environ.get("LAMINAR_TORCH_INDEX"))
     given = parser.parse_args(words)
@@ -155,12 +154,12 @@ def pips_settings() -> str:
 def main(words: Sequence[str]) -> int:
     given, started = parsed(words), time.monotonic()
     try:
-        where = network.read(pips_settings(), os.environ, given.ca, [folder.resolve() for folder in given.wheels])
+        where = network.read(pips_settings(), os.environ, given.ca, given.wheels and given.wheels.resolve())
     except ValueError as error:
         say(str(error))
         return 2
     if where.left_out:
-        say(f"a build sees no index on this machine's disk, so pip goes without {', '.join(where.left_out)}")
+        say(f"pip goes without {', '.join(where.left_out)}: a build does not see this machine's disk")
     try:
         build(given, where)
     except Failed as error:

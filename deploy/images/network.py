@@ -1,14 +1,14 @@
 """What a build has to know of the network it runs in: a package index of one's own, and its certificates.
 
 A build sees neither the environment nor the files of the machine that it runs on. pip's settings and the certificates
-come in as secrets of the build, which no layer holds, as the address of an index may have a password in it; folders of
-wheels are mounted. Proxies are not here: buildah itself hands `http_proxy` and the like on.
+come in as secrets of the build, which no layer holds, as the address of an index may have a password in it; a folder of
+wheels is mounted. Proxies are not here: buildah itself hands `http_proxy` and the like on.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,34 +16,29 @@ CA_VARIABLES = ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUND
 """Where a machine names its certificates, the first one first."""
 CA_INSIDE = "/run/secrets/ca.crt"
 """Where the Containerfile mounts the certificates."""
-WHEELS_INSIDE = "/run/laminar-wheels"
-"""Below it, folders of wheels are mounted, by their number."""
-INDEXES = ("index-url", "extra-index-url")
+WHEELS_INSIDE = "/mnt"
+"""Where the folder of wheels is mounted: a folder that Debian has, as any other would stay in the images."""
+PLACES = ("index-url", "extra-index-url", "find-links")
+"""pip's settings that name places for packages."""
 OTHERS = ("trusted-host", "timeout", "retries", "proxy")
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The settings of one build. `wheels` are folders of this machine; `left_out` are indexes on its disk, which the
-    build cannot see."""
+    """The settings of one build. `wheels` is a folder of this machine; `left_out` are the places on its disk that the
+    build does not see."""
 
     pip: Mapping[str, str]
     ca: Path | None = None
-    wheels: tuple[Path, ...] = ()
+    wheels: Path | None = None
     left_out: tuple[str, ...] = ()
-
-    @property
-    def mounts(self) -> Mapping[str, Path]:
-        """The folders of wheels, by where they are mounted."""
-        return {f"{WHEELS_INSIDE}/{number}": folder for number, folder in enumerate(self.wheels)}
 
     @property
     def pip_conf(self) -> str:
         """A configuration file of pip for the inside of a build."""
         found = {**self.pip}
-        links = [*self.pip.get("find-links", "").split(), *self.mounts]
-        if links:
-            found["find-links"] = " ".join(links)
+        if self.wheels is not None:
+            found["find-links"] = f"{self.pip.get('find-links', '')} {WHEELS_INSIDE}".strip()
         if self.ca is not None:
             found["cert"] = CA_INSIDE
         return "[global]\n" + "".join(f"{key} = {value}\n" for key, value in found.items())
@@ -65,25 +60,28 @@ def settings(config_list: str) -> dict[str, str]:
 
 
 def read(
-    config_list: str, environment: Mapping[str, str], ca: Path | None = None, wheels: Sequence[Path] = ()
+    config_list: str, environment: Mapping[str, str], ca: Path | None = None, wheels: Path | None = None
 ) -> Network:
-    """The network of this machine: from the output of `pip config list` and the environment, with the certificates `ca`
-    in place of theirs, and the folders `wheels` beside theirs. Raises ValueError for what is named and not there."""
+    """The network of this machine: from the output of `pip config list` and the environment. The certificates `ca` and
+    the folder `wheels` go before theirs. Raises ValueError for what is named and not there."""
     of_pip = settings(config_list)
     kept = {key: of_pip[key] for key in OTHERS if key in of_pip}
-    left_out: list[str] = []
-    for key in INDEXES:
+    on_disk: list[str] = []
+    for key in PLACES:
         places = of_pip.get(key, "").split()
-        left_out += [place for place in places if place.startswith("file:")]
-        if elsewhere := [place for place in places if not place.startswith("file:")]:
-            kept[key] = " ".join(elsewhere)
-    links = of_pip.get("find-links", "").split()
-    if remote := [link for link in links if "://" in link]:
-        kept["find-links"] = " ".join(remote)
-    folders = [*wheels, *(Path(link) for link in links if "://" not in link and Path(link).is_dir())]
-    if missing := [folder for folder in folders if not folder.is_dir()]:
-        raise ValueError(f"--wheels {missing[0]}: there is no such folder")
-    return Network(kept, _certificates(ca, of_pip, environment), tuple(dict.fromkeys(folders)), tuple(left_out))
+        on_disk += [place for place in places if _is_on_disk(place)]
+        if remote := [place for place in places if not _is_on_disk(place)]:
+            kept[key] = " ".join(remote)
+    if wheels is not None and not wheels.is_dir():
+        raise ValueError(f"--wheels {wheels}: there is no such folder")
+    links = [Path(place) for place in of_pip.get("find-links", "").split() if _is_on_disk(place)]
+    folder = wheels or next((link for link in links if link.is_dir()), None)
+    left_out = tuple(place for place in on_disk if place != str(folder))
+    return Network(kept, _certificates(ca, of_pip, environment), folder, left_out)
+
+
+def _is_on_disk(place: str) -> bool:
+    return "://" not in place or place.startswith("file:")
 
 
 def _certificates(ca: Path | None, of_pip: Mapping[str, str], environment: Mapping[str, str]) -> Path | None:

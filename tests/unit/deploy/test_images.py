@@ -13,7 +13,7 @@ import yaml
 
 from deploy.images import network
 from deploy.images.__main__ import BASE, CONTAINERFILE, IMAGES, build_command, debian_command, parsed
-from deploy.images.network import CA_INSIDE, Network
+from deploy.images.network import CA_INSIDE, WHEELS_INSIDE, Network
 from deploy.setup_env import ROOT
 
 CONFIG = """\
@@ -55,15 +55,16 @@ def test_without_settings_pip_has_its_own() -> None:
     assert Network({}).pip_conf == "[global]\n"
 
 
-def test_folders_of_wheels_are_mounted(tmp_path: Path) -> None:
+def test_a_folder_of_wheels_is_mounted(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    listed = f"global.find-links='{tmp_path} /nowhere https://links.example/'"
-    found = network.read(listed, {}, wheels=[other])
-    assert list(found.mounts.values()) == [other, tmp_path]
-    assert pip_conf(found)["find-links"].split() == ["https://links.example/", *found.mounts]
+    listed = f"global.find-links='/nowhere {tmp_path} https://links.example/'"
+    of_pip, of_option = network.read(listed, {}), network.read(listed, {}, wheels=other)
+    assert (of_pip.wheels, of_pip.left_out) == (tmp_path, ("/nowhere",))
+    assert (of_option.wheels, of_option.left_out) == (other, ("/nowhere", str(tmp_path)))
+    assert pip_conf(of_pip) == pip_conf(of_option) == {"find-links": f"https://links.example/ {WHEELS_INSIDE}"}
     with pytest.raises(ValueError, match=r"--wheels /nowhere: there is no such folder"):
-        network.read("", {}, wheels=[Path("/nowhere")])
+        network.read("", {}, wheels=Path("/nowhere"))
 
 
 def test_certificates_come_from_the_option_or_pip_or_the_environment(tmp_path: Path) -> None:
@@ -83,12 +84,12 @@ def test_certificates_come_from_the_option_or_pip_or_the_environment(tmp_path: P
 
 @pytest.mark.usefixtures("tools")
 def test_no_command_has_an_address_with_a_password_in_it(tmp_path: Path) -> None:
-    where = network.read(CONFIG, {}, wheels=[tmp_path])
+    where = network.read(CONFIG, {}, wheels=tmp_path)
     given = parsed(["engine", "--torch-index", "https://torch.example"])
     command = build_command("engine", given, where, Path("/secrets/pip.conf"))
     assert "secret@" not in " ".join(command)
     assert "id=pip.conf,src=/secrets/pip.conf" in command
-    assert f"{tmp_path}:{next(iter(where.mounts))}:ro" in command
+    assert f"{tmp_path}:{WHEELS_INSIDE}:ro" in command
     assert {"LAMINAR_TORCH_INDEX=https://torch.example", f"DEBIAN={BASE}", "--pull-never"} <= set(command)
     assert command[command.index("--tag") + 1] == "laminar-engine"
 
