@@ -111,8 +111,7 @@ def build(given: argparse.Namespace, where: Network) -> None:
             run(f"the image {IMAGES[target]}", build_command(target, given, where, pip_conf), hint)
 
 
-def parsed(words: Sequence[str]) -> argparse.Namespace:
-    """The options. Leaves with status 2 where one is wrong, or a tool is missing."""
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m deploy.images", description="Builds the images without a registry.")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"{', '.join(IMAGES)} (default: all)")
     parser.add_argument("--base", metavar="IMAGE", help="a Debian 12 of a registry, such as docker.io/debian:12-slim")
@@ -128,6 +127,12 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, metavar="DIR", help=wheels)
     index = "an index with torch's CPU build (default: LAMINAR_TORCH_INDEX)"
     parser.add_argument("--torch-index", metavar="URL", help=index, default=os.environ.get("LAMINAR_TORCH_INDEX"))
+    return parser
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The options. Leaves with status 2 where one is wrong, or a tool is missing."""
+    parser = options()
     given = parser.parse_args(words)
     if unknown := [target for target in given.targets if target not in IMAGES]:
         parser.error(f"no target {unknown[0]!r}; there are: {', '.join(IMAGES)}")
