@@ -88,7 +88,7 @@ check: env  ## format, lint with bandit's rules and hadolint, strict types, impo
 images:  ## the container images, from Debian's packages and this checkout, without a registry: needs buildah and mmdebstrap (ARGS="daemons --help"); some five minutes
 	@$(PYTHON) -m deploy.images $(ARGS)
 
-test-images: env  ## as root: what is in those images, and the compose file under a Docker of its own: keys, credentials, publish, one turn; three minutes
+test-images: env  ## as root: what is in those images, and the compose file under a Docker of its own: keys, credentials, publish, one turn; some five minutes
 	@$(RUN) -m pytest tests/images -m images --show-capture=stdout -rP $(ARGS)
 
 SEEDS ?= 5000
