@@ -12,7 +12,7 @@ import pytest
 from deploy.images.__main__ import IMAGES
 from tests.images.docker import Docker
 
-pytestmark = [pytest.mark.images, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 HARDENED = ("--rm", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--network", "none")
 AS_ROOT = ("--user", "0", "--cap-add", "DAC_READ_SEARCH")

@@ -14,7 +14,7 @@ import pytest
 from deploy.setup_env import ROOT
 from tests.images.docker import Docker
 
-pytestmark = [pytest.mark.images, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.images, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FOLDER = ROOT / "deploy/compose"
 SERVES_S = 180.0
