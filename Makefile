@@ -6,7 +6,7 @@ RUN := .venv/bin/python
 PARALLEL := -n $$((2 + $$(nproc))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env system-packages demo test test-faults soak test-upgrade test-fleet test-alerts test-ui screenshots test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz audit bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu protos reference dashboards format lock clean
+.PHONY: help env system-packages demo test test-faults soak test-upgrade test-fleet test-alerts test-ui screenshots test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz audit bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu images test-images protos reference dashboards format lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,7 +22,7 @@ demo: env  ## the main job on this machine: train, publish, refresh, repack, kil
 	@$(RUN) -m deploy.demo $(ARGS)
 
 test: env  ## every test of the README, without those of `make test-faults` (some minutes)
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not long and not upgrade and not alerts and not ui and not fleet" $(PARALLEL) $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not long and not upgrade and not alerts and not ui and not fleet and not images" $(PARALLEL) $(ARGS)
 
 test-faults: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow host, more seeds, one after the other (some eight minutes)
 	@$(RUN) -m pytest tests/faults tests/sim -m long $(ARGS)
@@ -75,14 +75,21 @@ verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and
 quick: env  ## the quick part of the tests (under a minute), a fifth of each property's examples
 	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not slow" --hypothesis-profile=quick -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
 
-check: env  ## format, lint with bandit's rules, strict types, import directions, generated parts fresh, once a day `make audit`; seconds, no tests
+check: env  ## format, lint with bandit's rules and hadolint, strict types, import directions, generated parts fresh, once a day `make audit`; seconds, no tests
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m ruff check .
+	@.venv/bin/hadolint --config deploy/images/hadolint.yaml deploy/images/Containerfile
 	@$(RUN) -m mypy
 	@PYTHONPATH=. .venv/bin/lint-imports
 	@$(RUN) -m protos.generate --check
 	@$(RUN) -m deploy.reference --check
 	@$(RUN) -m deploy.audit --daily
+
+images:  ## the container images, from Debian's packages and this checkout, without a registry: needs buildah and mmdebstrap (ARGS="daemons --help"); some five minutes
+	@$(PYTHON) -m deploy.images $(ARGS)
+
+test-images: env  ## as root: what is in those images, and the compose file under a Docker of its own: keys, credentials, publish, one turn; some five minutes
+	@$(RUN) -m pytest tests/images -m images --show-capture=stdout -rP $(ARGS)
 
 SEEDS ?= 5000
 sim: env  ## the relay tier under virtual time, seeded faults on all cores (SEEDS=5000, some 20 minutes on 2 cores)

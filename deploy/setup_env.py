@@ -29,7 +29,7 @@ LOCK = ROOT / "requirements.lock"
 VENV = ROOT / ".venv"
 NEEDED_BYTES = 4 << 30
 """Disk space required when the size of the download is unknown."""
-TOOLS = ("etcd", "etcdctl", "ruff", "lint-imports", "protoc-gen-mypy", "protoc-gen-mypy_grpc")
+TOOLS = ("etcd", "etcdctl", "hadolint", "ruff", "lint-imports", "protoc-gen-mypy", "protoc-gen-mypy_grpc")
 """Commands of the shared packages that this checkout's targets run by name."""
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
+from check_jsonschema.builtin_schemas import get_builtin_schema
+from jsonschema import Draft202012Validator
 
 from deploy.setup_env import ROOT
 from gateway.app import DRAIN_TIMEOUT_S
@@ -49,6 +51,16 @@ def stages() -> dict[str, str]:
     """Each stage of the Containerfile, and its text."""
     parts = re.split(r"^FROM \S+ AS (\S+)$", CONTAINERFILE.read_text(), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "monitoring.yaml"])
+def test_a_file_is_what_the_compose_specification_allows(name: str) -> None:
+    schema = Draft202012Validator(get_builtin_schema("vendor.compose-spec"))
+    file = yaml.safe_load((ROOT / "deploy/compose" / name).read_text())
+    assert [f"{error.json_path}: {error.message}" for error in schema.iter_errors(file)] == []
+    file["services"]["misspelled"] = {"image": "laminar", "dependson": []}
+    [error] = schema.iter_errors(file)
+    assert "dependson" in error.message
 
 
 @pytest.mark.parametrize("service", DAEMONS)

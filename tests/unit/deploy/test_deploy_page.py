@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 
+import deploy.images.__main__ as images
 from deploy.setup_env import ROOT
 from paramserver.config import EngineBeside
 from tests.unit.deploy import test_compose, test_systemd
 from tests.unit.deploy.command_lines import check, env_file, options_of_all
 
 PAGE = (ROOT / "docs/deploy.md").read_text()
-OF_OTHERS = {"--nodes", "--batch", "--signal", "--build", "--now", "--overlap", "--namespace", "--from-file"}
-"""Options of sbatch, scancel, docker, systemctl, srun and kubectl."""
+OF_OTHERS = {
+    *("--nodes", "--batch", "--signal", "--overlap"),  # sbatch, scancel, srun
+    *("--now", "--namespace", "--from-file"),  # systemctl, kubectl
+    *("--build", "--input", "--prune", "--no-install-recommends"),  # docker, buildah, apt-get
+}
 
 
 def test_folders_and_files_are_there() -> None:
@@ -62,4 +66,5 @@ def test_variables_and_options_are_there() -> None:
     known = {name for path in files for name in env_file(path)}
     assert {"ACCESS_OPTIONS", "RELAY_ACCESS", "ENGINE_ACCESS", "GATEWAY_ACCESS", "HOST", "ETCD", "POOL_BYTES"} <= known
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
-    assert named - OF_OTHERS <= options_of_all()
+    of_images = {option for action in images.options()._actions for option in action.option_strings}
+    assert named - OF_OTHERS <= options_of_all() | of_images
