@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
@@ -38,8 +39,8 @@ class _Handler(WSGIRequestHandler):
     timeout = SILENCE_S
 
     def get_environ(self) -> dict[str, Any]:
-        """`HTTPS` is what makes wsgiref's `wsgi.url_scheme`."""
-        return {**super().get_environ(), **({"HTTPS": "on"} if isinstance(self.connection, ssl.SSLSocket) else {})}
+        """`HTTPS` is what makes wsgiref's `wsgi.url_scheme`, and the process's environment may have it, too."""
+        return {**super().get_environ(), "HTTPS": "on" if isinstance(self.connection, ssl.SSLSocket) else "off"}
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
@@ -75,6 +76,8 @@ class _Server(ThreadingMixIn, WSGIServer):
     def server_close(self) -> None:
         super().server_close()
         for connection in self._admission.connected():
+            with contextlib.suppress(OSError):  # the other end has left already
+                connection.shutdown(socket.SHUT_RDWR)
             self.shutdown_request(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

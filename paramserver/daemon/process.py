@@ -125,11 +125,17 @@ async def relay_process(
         stack.push_async_callback(asyncio.to_thread, telemetry.close)
         listener = _listen(config, stack)
         grpc_address = f"{config.reached_by}:{listener.getsockname()[1]}"
+        plain = _plain_server(config.host, listener) if credentials is None else None
         registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S, access=config.etcd_access)
         stack.push_async_callback(registry.close)
         store, found = await _open_store(config, stack)
         nixl = await _start_nixl(config, stack)
-        server, grpc_port = _grpc_server(config, credentials, listener, stack)
+        grpc_port = None
+        if plain is not None:
+            server = plain
+        else:
+            assert credentials is not None
+            server, grpc_port = _secured_server(config, credentials, listener, stack)
 
         # The ports are bound before anything is made that names their addresses; bytes are served once the parts exist.
         data_listener = listen_tcp(data_host, config.data_port)
@@ -190,7 +196,7 @@ async def relay_process(
         await server.start()
         stack.push_async_callback(server.stop, DRAIN_S)
         if grpc_port is not None:
-            await grpc_port.serve()
+            grpc_port.start()
             stack.callback(grpc_port.stop_accepting)
         stack.callback(parts.end_streams)
         yield addresses, life
@@ -272,23 +278,29 @@ def _listen(config: RelayConfig, stack: contextlib.AsyncExitStack) -> socket.soc
     return listener
 
 
-def _grpc_server(
-    config: RelayConfig, credentials: Credentials | None, listener: socket.socket, stack: contextlib.AsyncExitStack
-) -> tuple[grpc.aio.Server, GrpcPort | None]:
-    """A server of gRPC, and the port in front of it, which only one with credentials has."""
-    if credentials is not None:
-        path = _socket_path(config.pool_dir, GRPC_SOCKET)
-        server, port = secured_server(credentials, listener, path, SERVER_OPTIONS)
-        stack.push_async_callback(port.close)
-        return server, port
-    address = f"{config.host}:{listener.getsockname()[1]}"
+def _plain_server(host: str, listener: socket.socket) -> grpc.aio.Server:
+    """A server of gRPC that takes everybody, at the address of `listener`, which is closed for it."""
+    address = f"{host}:{listener.getsockname()[1]}"
     listener.close()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     try:
         server.add_insecure_port(address)
     except RuntimeError as error:
         raise Conflict(f"cannot listen on {address}", hint="choose another --port, or 0 for any free one") from error
-    return server, None
+    return server
+
+
+def _secured_server(
+    config: RelayConfig, credentials: Credentials, listener: socket.socket, stack: contextlib.AsyncExitStack
+) -> tuple[grpc.aio.Server, GrpcPort]:
+    """One for holders of the fleet's certificates, and its port. Once the pool is this relay's: it listens there."""
+    path = _socket_path(config.pool_dir, GRPC_SOCKET)
+    try:
+        server, port = secured_server(credentials, listener, path, SERVER_OPTIONS)
+    except (RuntimeError, OSError) as error:
+        raise Conflict(f"gRPC cannot listen on {path}: {error}", hint="choose another --pool-dir") from error
+    stack.push_async_callback(asyncio.to_thread, port.close)
+    return server, port
 
 
 async def _add_services(server: grpc.aio.Server, service: RelayService) -> health.aio.HealthServicer:

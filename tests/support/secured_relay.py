@@ -45,12 +45,12 @@ async def secured_front(
         health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
         reflection.enable_server_reflection((health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await server.start()
-        await front.serve()
+        front.start()
         try:
             yield found, front
         finally:
             await server.stop(None)
-            await front.close()
+            front.close()
 
 
 @contextlib.asynccontextmanager

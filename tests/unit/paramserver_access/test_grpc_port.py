@@ -132,11 +132,11 @@ async def passing(directory: Path, script: Script) -> AsyncIterator[tuple[GrpcPo
     listener = socket.create_server(("127.0.0.1", 0))
     port = GrpcPort(listener, directory / "grpc.sock")
     number = listener.getsockname()[1]
-    await port.serve()
+    port.start()
     try:
         yield port, number
     finally:
-        await port.close()
+        await asyncio.to_thread(port.close)
         server.close()
 
 
@@ -175,6 +175,59 @@ async def test_an_end_that_does_not_read_holds_back_the_other(tmp_path: Path) ->
         over.set()
 
 
+async def test_a_caller_that_reads_nothing_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC gives it up, and says so to an end that is held back."""
+    monkeypatch.setattr(grpc_port, "STUCK_S", 0.2)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            writer.write(MUCH * 4)
+            await writer.drain()
+        writer.close()
+
+    async with passing(tmp_path, talk) as (port, number):
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            await asyncio.to_thread(sock.connect, ("127.0.0.1", number))
+            await until(lambda: port.statistics().open == 1, "it is taken")
+            await until(lambda: port.statistics().open == 0, "it is given up")
+
+
+async def test_one_that_reads_slowly_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_port, "STUCK_S", 0.3)
+    async with passing(tmp_path, echo_and_close) as (_, number):
+        reader, writer = await asyncio.open_connection("127.0.0.1", number, limit=1 << 16)
+        writer.write(MUCH)
+        came = b""
+        while data := await asyncio.wait_for(reader.read(1 << 18), PATIENCE_S):
+            came += data
+            await asyncio.sleep(0.02)  # a second in all: more than STUCK_S, and never so long without a byte
+        assert came == MUCH
+        writer.close()
+
+
+async def test_pings_pass_while_the_relays_loop_stands_still(tmp_path: Path) -> None:
+    """The loop of this test is the relay's; who serves, and who asks, are threads."""
+    path = tmp_path / "grpc.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.fspath(path))
+        server.listen()
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = GrpcPort(listener, path)
+        port.start()
+        server.accept()[0].close()  # of the look at the start
+        with socket.create_connection(listener.getsockname()) as caller:
+            caller.settimeout(PATIENCE_S)
+            behind, _ = server.accept()
+            with behind:
+                behind.settimeout(PATIENCE_S)
+                caller.sendall(b"ping")
+                assert behind.recv(4) == b"ping"
+                behind.sendall(b"pong")
+                assert caller.recv(4) == b"pong"
+        port.close()
+
+
 async def test_a_caller_that_breaks_off_breaks_off_at_grpc(tmp_path: Path) -> None:
     gone = asyncio.Event()
 
@@ -198,7 +251,7 @@ async def test_without_grpc_behind_it_a_connection_ends(tmp_path: Path, caplog: 
         assert await ended(reader)
         writer.close()
         await until(lambda: port.statistics().open == 0, "the end")
-    assert "to the gRPC port is refused: [Errno 2]" in caplog.text
+    assert "to the gRPC port cannot be passed on: [Errno 2]" in caplog.text
 
 
 async def test_what_a_killed_relay_left_is_no_obstacle(fleet: Path, tmp_path: Path) -> None:
@@ -212,4 +265,4 @@ async def test_what_a_killed_relay_left_is_no_obstacle(fleet: Path, tmp_path: Pa
         sock.connect(os.fspath(path))
     assert path.stat().st_mode & 0o777 == 0o600
     await server.stop(None)
-    await port.close()
+    port.close()

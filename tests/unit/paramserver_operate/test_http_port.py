@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from wsgiref.handlers import BaseHandler
 
 import pytest
 from prometheus_client import make_wsgi_app
@@ -138,6 +139,16 @@ def test_nobody_else_reads_metrics(secured: int, fleet: Path, tmp_path: Path) ->
     for holder in strangers:
         assert ends(secured, context_of(holder, fleet))
     assert b"python_info" in fetched(secured, context_of(fleet / "reader", fleet))
+
+
+def test_the_environment_of_the_process_makes_nothing_secure(
+    secured: int, fleet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wsgiref has a copy of it from its import on, and begins each request's with that."""
+    monkeypatch.setitem(BaseHandler.os_environ, "HTTPS", "on")
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        fetched(secured, None)
+    assert fetched(secured, context_of(fleet / "reader", fleet))
 
 
 @pytest.mark.parametrize("says", [b"\x16", b"\x16\x03\x01\x40\x00" + bytes(99)])
