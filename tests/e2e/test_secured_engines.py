@@ -19,7 +19,7 @@ import gateway.cli
 import paramserver.cli
 from protos.access.credentials import CREDENTIALS_VARIABLE
 from tests.support import processes
-from tests.support.engine_port import address_of, asked
+from tests.support.engine_port import address_of, asked, context_of
 from tests.support.fleet import until
 from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
@@ -146,7 +146,8 @@ def test_a_gateway_serves_loads_and_resumes_through_the_ports(secured: Secured) 
 
     # Nobody else gets there, and the gateway goes nowhere else.
     assert asked(urls[other], secured.fleet / "trainer", secured.fleet) != "served"
-    metrics = httpx.get(f"http://{secured.beside[other].ready['metrics']}/metrics").text
+    reader = context_of(secured.fleet / "reader", secured.fleet)
+    metrics = httpx.get(f"https://{secured.beside[other].ready['metrics']}/metrics", verify=reader).text
     of_engine = rf'engine="{other}:\d+",.*'
     assert re.search(rf"^laminar_relay_engine_connections{{{of_engine}}} [1-9]", metrics, re.MULTILINE), metrics
     counted = rf'^laminar_relay_engine_connections_refused_total{{{of_engine}reason="role"}} 1\.0$'
