@@ -172,9 +172,16 @@ class Fleet:
     # -- while it runs
 
     def targets(self) -> dict[str, list[str]]:
-        """For Prometheus, by job."""
+        """For Prometheus, by job; one with credentials serves metrics by https alone."""
         gateways = [self.instance(f"gateway {name}") for name in self.gateways]
-        return {"laminar-gateway": gateways, "laminar-relay": [self.instance(f"relay {name}") for name in self.relays]}
+        relays = {name: self.instance(f"relay {name}") for name in self.relays}
+        relays["secured"] = f"https://{relays['secured']}"
+        return {"laminar-gateway": gateways, "laminar-relay": list(relays.values())}
+
+    @property
+    def reader(self) -> Path:
+        """The credentials with which Prometheus reads metrics."""
+        return self.credentials.directory / "reader"
 
     def instance(self, daemon: str) -> str:
         """The address at which Prometheus knows "gateway NAME" or "relay NAME"."""

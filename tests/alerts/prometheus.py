@@ -58,17 +58,23 @@ def alerts() -> list[str]:
     return [rule["alert"] for group in groups for rule in group["rules"]]
 
 
-def write_configuration(directory: Path, targets: Mapping[str, Sequence[str]]) -> Path:
-    """The example's configuration, with these targets for its jobs, and without keys and certificates: no daemon here
-    asks for any."""
+def write_configuration(directory: Path, targets: Mapping[str, Sequence[str]], reader: Path) -> Path:
+    """The example's configuration, with these targets for its jobs, and without keys: no gateway here asks for any.
+    Targets that begin with https:// are scraped with the certificate in `reader`."""
     config = yaml.safe_load((FOLDER / "scrape.yaml").read_text())
     config["global"] = {"scrape_interval": INTERVAL, "evaluation_interval": INTERVAL}
     jobs = [job for job in config["scrape_configs"] if job["job_name"] in targets]
     assert {job["job_name"] for job in jobs} == set(targets)
     for job in jobs:
-        for name in ("authorization", "scheme", "tls_config"):
+        for name in ("authorization", "scheme"):
             job.pop(name, None)
-        job["static_configs"] = [{"targets": list(targets[job["job_name"]])}]
+        if "tls_config" in job:
+            job["tls_config"] = {name: str(reader / Path(file).name) for name, file in job["tls_config"].items()}
+        shown = targets[job["job_name"]]
+        secured = [target.removeprefix("https://") for target in shown if target.startswith("https://")]
+        job["static_configs"] = [{"targets": [target for target in shown if not target.startswith("https://")]}]
+        if secured:
+            job["static_configs"].append({"targets": secured, "labels": {"__scheme__": "https"}})
     config["scrape_configs"] = jobs
     rules = yaml.safe_load((FOLDER / "alerts.yaml").read_text())
     (directory / "alerts.yaml").write_text(yaml.safe_dump(quickened(rules)))
@@ -84,13 +90,14 @@ class Prometheus:
     directory: Path
     port: int
     targets: Mapping[str, Sequence[str]]
+    reader: Path
     daemon: Daemon = field(init=False)
     _http: httpx.Client = field(init=False)
 
     def __enter__(self) -> Self:
         if BINARY is None:
             pytest.skip(needs("no prometheus (Debian's)", "make system-packages"))
-        config = write_configuration(self.directory, self.targets)
+        config = write_configuration(self.directory, self.targets, self.reader)
         command = [BINARY, f"--config.file={config}", f"--storage.tsdb.path={self.directory / 'tsdb'}"]
         path = self.directory / "prometheus.log"
         with path.open("ab") as log:

@@ -22,6 +22,7 @@ from gateway.store.database import DATABASE_NAME
 from paramserver.client import RelayClient, TensorSource, publish
 from paramserver.memory import stored
 from tests.alerts.fleet import MODEL, Fleet
+from tests.support.engine_port import context_of
 from tests.support.fleet import until
 from tests.support.scripted_engine import Cut
 from trainer_client import Publisher
@@ -256,10 +257,11 @@ def limit_files(fleet: Fleet) -> None:
 def let_a_certificate_expire(fleet: Fleet) -> None:
     """Soon: one for nine days takes the place of the relay's."""
     fleet.credentials.renew(["relay"], days=9)
-    metrics = f"http://{fleet.instance('relay secured')}/metrics"
+    metrics = f"https://{fleet.instance('relay secured')}/metrics"
+    reader = context_of(fleet.reader, fleet.reader)
 
     def left_s() -> float:
-        lines = httpx.get(metrics).raise_for_status().text.splitlines()
+        lines = httpx.get(metrics, verify=reader).raise_for_status().text.splitlines()
         return next(float(line.split()[-1]) for line in lines if line.startswith("laminar_relay_certificate_expiry"))
 
     until(lambda: left_s() < 10 * 86400, "the new certificate in use")

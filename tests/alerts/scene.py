@@ -206,7 +206,7 @@ def scene(directory: Path) -> Iterator[Scene]:
     with (
         KeptPorts() as ports,
         started(directory) as fleet,
-        Prometheus(directory, ports.of("prometheus"), fleet.targets()) as prometheus,
+        Prometheus(directory, ports.of("prometheus"), fleet.targets(), fleet.reader) as prometheus,
     ):
         found = Scene(fleet, prometheus)
         found.become_well()
