@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import select
 import socket
 import time
 from collections import deque
@@ -18,6 +17,13 @@ from paramserver.data.secured import DataAccess, open_connection
 from paramserver.data.transport import Arrived, Source
 
 CONNECT_TIMEOUT_S = 2.0
+
+RECORD_S = 20.0
+"""A wait for bytes that may be handed out ends so long after a silence would have, although some come: whoever stands
+in between can let a record of a sealed connection trickle, and it would hold its stripe for hours.
+
+A record has 256 KiB at most, so 13 KiB/s is enough. It is generous, as other traffic may share a slow link.
+"""
 
 
 class TcpLink:
@@ -118,35 +124,47 @@ class TcpLink:
         """Raises what ends the connection within `timeout_s`: a refusal, or LinkBroken; returns when nothing does."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            if select.select([self._sock], [], [], left)[0]:
+            if frames.readable([self._sock], left):
                 self.header()
 
     def _some(self, receive: Callable[[], int]) -> int:
-        """At least one byte by `receive`, sending ALIVE while none comes; LinkBroken after `silence_s` without any.
+        """At least one byte by `receive`, sending ALIVE while none comes; LinkBroken after `silence_s` without any, or
+        `RECORD_S` later where some come and none may be handed out.
 
         Silence is a sum of waits, each of a heartbeat at most, and no difference of times: a process that was itself
         stopped for a while, perhaps with its whole host, must read what came meanwhile before it calls the peer dead.
         """
-        waited_from, silent_s = time.monotonic(), 0.0
+        waited_from, silent_s, held_s = time.monotonic(), 0.0, 0.0
         while True:
             try:
                 num = receive()
-            except frames.Partly:
-                waited_from, silent_s = time.monotonic(), 0.0
-            except BlockingIOError:
+            except BlockingIOError as error:
                 now = time.monotonic()
-                waited_from, silent_s = now, silent_s + min(now - waited_from, frames.LOOK_S_MAX)
-                if (num_behind := frames.out_of_order(self._sock)) != self._num_behind_lost:
-                    silent_s, self._num_behind_lost = 0.0, num_behind
-                if silent_s > self.silence_s:
-                    raise LinkBroken(f"{self.source.name} was silent for {self.silence_s} s") from None
-                self.alive()
+                waited_s, waited_from = min(now - waited_from, frames.LOOK_S_MAX), now
+                silent_s, held_s = silent_s + waited_s, held_s + waited_s
+                if self._is_sign_of_life(error):
+                    silent_s = 0.0
+                self._check_wait(silent_s, held_s)
+                if not isinstance(error, frames.Partly):
+                    self.alive()
             except OSError as error:
                 raise LinkBroken(f"{self.source.name}: {error}") from error
             else:
                 if num == 0:
                     raise LinkBroken(f"{self.source.name} closed the connection")
                 return num
+
+    def _is_sign_of_life(self, error: BlockingIOError) -> bool:
+        if isinstance(error, frames.Partly):
+            return True
+        before, self._num_behind_lost = self._num_behind_lost, frames.out_of_order(self._sock)
+        return self._num_behind_lost != before
+
+    def _check_wait(self, silent_s: float, held_s: float) -> None:
+        if silent_s > self.silence_s:
+            raise LinkBroken(f"{self.source.name} was silent for {self.silence_s} s") from None
+        if held_s > self.silence_s + RECORD_S:
+            raise LinkBroken(f"no record of {self.source.name} was whole within {held_s:.0f} s") from None
 
 
 def dialer(

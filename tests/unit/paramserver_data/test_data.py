@@ -29,9 +29,10 @@ from paramserver.core.transfer import Want
 from paramserver.data import arrival, frames, tcp
 from paramserver.data import server as data_server
 from paramserver.data.fetch import Fetch
-from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
+from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, Partly
 from paramserver.data.publish import Image, write_mapped, write_tcp
 from paramserver.data.publisher_link import Mappings, leave
+from paramserver.data.sealed import PARTLY_S, RECORD_BYTES_MAX
 from paramserver.data.transport import Arrived, Source
 from protos.errors import (
     Conflict,
@@ -119,6 +120,35 @@ def test_a_host_that_stood_still_takes_nobody_for_dead_before_it_has_listened(
         assert link._some(lambda: next(looks)()) == 7
         with pytest.raises(LinkBroken, match="was silent for"):
             link._some(lambda: look(frames.HEARTBEAT_S))
+
+
+def test_a_record_that_trickles_ends_its_link_and_a_slow_one_does_not(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.monotonic()
+    monkeypatch.setattr(tcp, "time", SimpleNamespace(monotonic=lambda: clock))
+    rate_bytes_s = 64 << 10
+
+    def trickle(seconds: float) -> Iterator[int]:
+        nonlocal clock
+        ends_at = clock + seconds
+        while clock < ends_at:
+            clock += PARTLY_S
+            yield 0
+        yield RECORD_BYTES_MAX
+
+    def receive() -> int:
+        if num := next(looks):
+            return num
+        raise Partly
+
+    with tcp_link(make_host().source) as link:
+        looks = trickle(RECORD_BYTES_MAX / rate_bytes_s)
+        assert link._some(receive) == RECORD_BYTES_MAX
+        began, looks = clock, trickle(3600.0)
+        with pytest.raises(LinkBroken, match="no record of host0 was whole"):
+            link._some(receive)
+        assert clock - began < link.silence_s + tcp.RECORD_S + 1.0
 
 
 def test_without_any_source_it_gives_up_and_says_why(make_host: MakeHost) -> None:

@@ -429,6 +429,22 @@ def test_a_welcome_that_trickles_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         thread.join(60.0)
 
 
+def test_a_source_whose_records_trickle_is_bypassed(
+    fleet: Path, make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is in between lets a byte through in less time than a silence may last."""
+    monkeypatch.setattr(tcp, "RECORD_S", 0.3)
+    slow, good, into = make_host(), make_host(), make_host(filled=False)
+    with Tap(slow.source.address, answers_pause_s=0.02) as tap:
+        slow.server._address = tap.address
+        tiers = [[Source("slow", tap.address)], [good.source]]
+        dial = tcp.dialer(0.5, access=by(fleet / "relay"))
+        running = Fetch(into.snapshot, FETCH, lambda: tiers, dial, num_stripes=1, patience_s=60.0)
+        assert running.run()
+    assert into.content() == CONTENT
+    assert running.num_bypasses >= 1
+
+
 # -- peers by hand
 
 
@@ -519,12 +535,14 @@ def impostor(proof: bytes | None) -> Iterator[tuple[str, list[bytes]]]:
 
 class Tap:
     """Passes connections on to `target` unchanged, and keeps what went by. The first one gets what it `forges` instead,
-    a byte at a time where there is a pause."""
+    a byte at a time where there is a pause. `answers_pause_s`: what is answered goes so, too, once the first chunk
+    came."""
 
-    def __init__(self, target: str, *, forges: bytes = b"", pause_s: float = 0.0) -> None:
+    def __init__(self, target: str, *, forges: bytes = b"", pause_s: float = 0.0, answers_pause_s: float = 0.0) -> None:
         self._target = target
         self._forges = self._forged = forges
-        self._pause_s = pause_s
+        self._pause_s, self._answers_pause_s = pause_s, answers_pause_s
+        self._left = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._passed = {"requests": b"", "answers": b""}
@@ -537,6 +555,11 @@ class Tap:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._answers_pause_s:
+            self._left.set()
+            for sock in self._socks:
+                with contextlib.suppress(OSError):  # one end has gone
+                    sock.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -579,9 +602,18 @@ class Tap:
             asker.shutdown(socket.SHUT_WR)
             received(asker)
 
+    def _send(self, target: socket.socket, data: bytes, pause_s: float) -> None:
+        for at in range(len(data) if pause_s else 0):
+            if self._left.wait(pause_s):
+                raise ConnectionAbortedError("the tap is closed")
+            target.sendall(data[at : at + 1])
+        if not pause_s:
+            target.sendall(data)
+
     def _pump(self, source: socket.socket, target: socket.socket, side: str) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self._passed[side] += data
-                target.sendall(data)
+                trickles = side == "answers" and len(self._passed[side]) > 2 * CHUNK
+                self._send(target, data, self._answers_pause_s if trickles else 0.0)
             target.shutdown(socket.SHUT_WR)
