@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import threading
 import time
 from collections import deque
@@ -124,7 +123,7 @@ class NixlLink:
     def _wait(self, place: Callable[[int], memoryview]) -> None:
         """Until something happened or a heartbeat is due. LinkBroken when the holder is silent, or a read hangs."""
         ends: list[TcpLink | NixlProcess] = [self._hop, self._process]
-        readable, _, _ = select.select(ends, [], [], frames.HEARTBEAT_S)
+        readable = frames.readable(ends, frames.HEARTBEAT_S)
         now = time.monotonic()
         self._silent_s = 0.0 if readable else self._silent_s + min(now - self._looked_at, frames.LOOK_S_MAX)
         self._looked_at = now

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import os
 import re
+import resource
 import shutil
 import socket
 import tempfile
@@ -30,6 +31,8 @@ from paramserver.data import arrival, frames, tcp
 from paramserver.data import server as data_server
 from paramserver.data.fetch import Fetch
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, Partly
+from paramserver.data.nixl.dialer import NixlLink
+from paramserver.data.nixl.lender import NixlLender
 from paramserver.data.publish import Image, write_mapped, write_tcp
 from paramserver.data.publisher_link import Mappings, leave
 from paramserver.data.sealed import PARTLY_S, RECORD_BYTES_MAX
@@ -46,6 +49,7 @@ from protos.errors import (
 )
 from tests.support.fleet import until
 from tests.support.hops import CHUNK, CONTENT, EPOCH, FETCH, Host, manifest
+from tests.support.skips import needs
 
 MakeHost = Callable[..., Host]
 
@@ -937,6 +941,76 @@ def _pair() -> tuple[socket.socket, socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         ours = frames.connect(f"127.0.0.1:{listener.getsockname()[1]}", 5.0)
         return ours, listener.accept()[0]
+
+
+MANY = 1500
+"""A descriptor's number beyond what `select.select` takes."""
+
+
+@pytest.fixture
+def _many_descriptors() -> Iterator[None]:
+    """Whatever is opened in a test gets a number beyond MANY, as the lower ones are taken."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < MANY + 200:
+        pytest.skip(needs(f"no {MANY + 200} open files are allowed here", "`ulimit -n 4096`"))
+    with open(os.devnull, "rb") as taken:
+        taken_fds = [taken.fileno()]
+        try:
+            while taken_fds[-1] < MANY:
+                taken_fds.append(os.dup(taken.fileno()))
+            yield
+        finally:
+            for fd in taken_fds[1:]:
+                os.close(fd)
+
+
+@pytest.mark.usefixtures("_many_descriptors")
+def test_a_refusal_is_read_from_a_descriptor_of_any_number(make_host: MakeHost) -> None:
+    host = make_host()
+    with tcp_link(host.source) as link:
+        assert link.fileno() > MANY
+        link.raise_refusal(0.01)
+        host.server.close()
+        with pytest.raises(LaminarError):
+            link.raise_refusal(60.0)
+
+
+@pytest.mark.usefixtures("_many_descriptors")
+def test_a_lender_over_nixl_hears_its_peer_at_a_descriptor_of_any_number(make_host: MakeHost) -> None:
+    """Its NIXL process is a silent socket here: nothing is lent."""
+    near, far = socket.socketpair()
+    process, other = socket.socketpair()
+    with near, far, process, other:
+        lender = NixlLender(near, make_host().snapshot, None, process, None, None)  # type: ignore[arg-type]
+        assert min(near.fileno(), process.fileno()) > MANY
+        far.sendall(frames.REQUEST.pack(Kind.TAKEN, 0, 7, 0))
+        with pytest.raises(LinkBroken, match="chunk 7 was not lent"):
+            lender._next()
+
+
+@pytest.mark.usefixtures("_many_descriptors")
+def test_a_link_over_nixl_hears_its_holder_at_a_descriptor_of_any_number(make_host: MakeHost) -> None:
+    host = make_host()
+    process, other = socket.socketpair()
+    with tcp_link(host.source) as hop, process, other:
+        hop.welcome = msgspec.structs.replace(hop.welcome, nixl=frames.Lent(b"", [0]))
+        link = NixlLink(hop, None, process, lambda _: None)  # type: ignore[arg-type]
+        assert min(hop.fileno(), process.fileno()) > MANY
+        link._wait(host.snapshot.place)
+        host.server.close()
+        with pytest.raises(LinkBroken):
+            link._wait(host.snapshot.place)
+
+
+def test_what_can_be_received_from_is_told_within_the_time() -> None:
+    near, far = socket.socketpair()
+    quiet, other = socket.socketpair()
+    with near, quiet, other:
+        assert frames.readable([near, quiet], 0.01) == []
+        far.sendall(b"x")
+        assert frames.readable([near, quiet], None) == [near]
+        near.recv(1)
+        far.close()
+        assert frames.readable([quiet, near], None) == [near], "an end is to be received, too"
 
 
 @pytest.mark.slow
