@@ -229,12 +229,12 @@ def receive_exactly(sock: socket.socket, into: memoryview, by: float | None = No
             try:
                 num = sock.recv_into(into[filled:])
             except Partly:
-                if by is not None and time.monotonic() > by:
-                    raise
-                continue
+                num = None
             if num == 0:
                 raise LinkBroken("the peer closed the connection")
-            filled += num
+            filled += num or 0
+            if by is not None and filled < len(into) and time.monotonic() > by:
+                raise TimeoutError(f"timed out after {filled} of {len(into)} bytes")
         if by is not None:
             sock.settimeout(usual_s)
     except OSError as error:

@@ -1001,6 +1001,17 @@ def test_a_link_over_nixl_hears_its_holder_at_a_descriptor_of_any_number(make_ho
             link._wait(host.snapshot.place)
 
 
+def test_bytes_that_never_pause_are_not_waited_for_longer_than_they_may_take() -> None:
+    """Each of the pieces is there when it is asked for."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        for _ in range(8):
+            far.send(b"x")
+        with pytest.raises(LinkBroken, match="timed out after 1 of 8 bytes"):
+            frames.receive_bytes(near, 8, time.monotonic())
+        assert frames.receive_bytes(near, 7, time.monotonic() + 60.0) == b"x" * 7
+
+
 def test_what_can_be_received_from_is_told_within_the_time() -> None:
     near, far = socket.socketpair()
     quiet, other = socket.socketpair()

@@ -426,7 +426,9 @@ def test_a_welcome_that_trickles_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         with pytest.raises(LinkBroken, match="timed out"):
             frames.receive_welcome(near, silence_s=60.0)
         left.set()
+        near.close()
         thread.join(60.0)
+        assert not thread.is_alive()
 
 
 def test_a_source_whose_records_trickle_is_bypassed(
