@@ -30,7 +30,7 @@ from paramserver.data.secured import MAGIC, Challenge, DataAccess, Hello
 from paramserver.data.transport import Source
 from protos.access.credentials import Credentials
 from protos.access.fleet import Identity
-from protos.errors import Conflict, Forbidden, LaminarError, NotFound, Unauthenticated
+from protos.errors import Conflict, Forbidden, LaminarError, NotFound, OutOfCapacity, Unauthenticated
 from tests.support.fleet_credentials import authority_of, write_holder
 from tests.support.hops import CHUNK, CONTENT, FETCH, Host
 from tests.support.middleman import Middleman
@@ -152,7 +152,13 @@ def test_a_guess_at_the_key_is_refused(fleet: Path, make_host: MakeHost) -> None
         assert answer(sock) == "does not prove that it knows the fleet key"
 
 
-FORGED = [Conflict("the run is over"), Forbidden("not you"), NotFound("no such model"), Unauthenticated("who?")]
+FORGED = [
+    Conflict("the run is over"),
+    Forbidden("not you"),
+    NotFound("no such model"),
+    OutOfCapacity("too many"),
+    Unauthenticated("who?"),
+]
 
 
 @pytest.mark.parametrize("forged", FORGED, ids=lambda error: error.code)
@@ -173,6 +179,34 @@ def test_a_refusal_by_whoever_has_proven_nothing_ends_one_connection_alone(
         host.server._address = tap.address
         write_tcp(tap.address, WRITE, image, access=by(fleet / "trainer"))
     assert bytes(host.snapshot.files[0].view()).endswith(content)
+
+
+@WAYS
+def test_a_holder_that_is_full_is_asked_again_soon_and_has_not_failed(
+    fleet: Path, make_host: MakeHost, tls: bool
+) -> None:
+    """It says so before it listens, and so before it has proven anything."""
+    holder, into = make_host(tls=tls), make_host(filled=False)
+    admission = holder.server._by_tcp
+    per_host_max, admission._per_host_max = admission._per_host_max, 0
+    dial = tcp.dialer(60.0, access=by(fleet / "relay"))
+    refused_so: list[LaminarError] = []
+
+    def dial_and_tell(source: Source, greeting: Greeting) -> tcp.TcpLink:
+        try:
+            return dial(source, greeting)
+        except LaminarError as error:
+            refused_so.append(error)
+            admission._per_host_max = per_host_max
+            raise
+
+    running = Fetch(into.snapshot, FETCH, lambda: [[holder.source]], dial_and_tell, num_stripes=1, patience_s=60.0)
+    assert running.run()
+    assert into.content() == CONTENT
+    [error] = refused_so
+    assert isinstance(error, OutOfCapacity)
+    assert isinstance(error, LinkBroken), "a write goes on over the next connection"
+    assert running.num_bypasses == 0
 
 
 def test_what_has_proven_nothing_takes_neither_memory_nor_time(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
