@@ -19,9 +19,10 @@ import ssl
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -160,6 +161,13 @@ _BROKEN: dict[str, type[LaminarError]] = {kind.code: kind for kind in (Transport
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
+class HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
+
+
+_End = TypeVar("_End", bound=HasDescriptor)
+
+
 def send_all(sock: socket.socket, data: bytes | memoryview, flags: int = 0) -> None:
     """Like `sendall`, but the socket's timeout bounds each piece of progress, not the whole."""
     view = memoryview(data)
@@ -197,6 +205,19 @@ def _wait_writable(sock: socket.socket) -> None:
         raise TimeoutError("timed out")
 
 
+def readable(ends: Sequence[_End], timeout_s: float | None) -> list[_End]:
+    """Those from which something can be received, their ends and errors included; none after `timeout_s`.
+
+    Unlike `select.select` it takes descriptors of any number: with credentials a relay may have thousands.
+    """
+    waiting = select.poll()
+    by_descriptor = {end.fileno(): end for end in ends}
+    for descriptor in by_descriptor:
+        waiting.register(descriptor, select.POLLIN)
+    found = waiting.poll(None if timeout_s is None else timeout_s * 1000)
+    return [by_descriptor[descriptor] for descriptor, _ in found]
+
+
 def receive_exactly(sock: socket.socket, into: memoryview, by: float | None = None) -> None:
     """Fills `into`; the socket's timeout bounds each piece of progress, the monotonic clock's `by` the whole."""
     filled, usual_s = 0, sock.gettimeout() if by is not None else None
@@ -208,12 +229,12 @@ def receive_exactly(sock: socket.socket, into: memoryview, by: float | None = No
             try:
                 num = sock.recv_into(into[filled:])
             except Partly:
-                if by is not None and time.monotonic() > by:
-                    raise
-                continue
+                num = None
             if num == 0:
                 raise LinkBroken("the peer closed the connection")
-            filled += num
+            filled += num or 0
+            if by is not None and filled < len(into) and time.monotonic() > by:
+                raise TimeoutError(f"timed out after {filled} of {len(into)} bytes")
         if by is not None:
             sock.settimeout(usual_s)
     except OSError as error:

@@ -39,7 +39,7 @@ from paramserver.data.publisher_link import (
     refusal,
 )
 from paramserver.data.secured import DataAccess, open_connection
-from protos.errors import Corrupt, InvalidRequest, Unavailable
+from protos.errors import Corrupt, InvalidRequest, OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -236,15 +236,18 @@ def _copy(image: Image, places: Sequence[MappedFile | None], connection: Publish
 def write_tcp(
     address: str, greeting: Greeting, image: Image, *, attempts: int = 3, access: DataAccess | None = None
 ) -> list[bytes]:
-    """Streams to the data port; after a broken connection only what is missing there is sent again."""
+    """Streams to the data port; after a broken connection only what is missing there is sent again. A port with too
+    many connections is asked again after a while."""
     digests: dict[int, bytes] = {}
     for attempt in range(1, attempts + 1):
         try:
             _stream(address, greeting, image, digests, access)
             break
-        except (LinkBroken, Corrupt) as error:
+        except (LinkBroken, Corrupt, OutOfCapacity) as error:
             if attempt == attempts:
                 raise Unavailable(f"the data port {address} failed {attempts} times, last: {error}") from error
+            if isinstance(error, OutOfCapacity):
+                time.sleep(error.retry_after_s)
     return [digests[index] for index in image.indices]
 
 

@@ -8,7 +8,9 @@ Invariants:
 - whoever has credentials neither makes nor takes a connection without;
 - a holder learns the model and version that are wanted from nobody who has not proven the key, and a requester sends
   them to nobody who has not;
-- a refusal that comes before the proof is believed in one thing alone: that TLS is wanted, which protects more.
+- a refusal that comes before the proof is believed in two things alone: that TLS is wanted, which protects more, and
+  that the holder is full, which makes the requester ask again. Any other ends one connection, as whoever stands in
+  between can in any case.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from paramserver.data import frames
 from paramserver.data.frames import Greeting, Kind, LinkBroken
 from protos.access.credentials import CREDENTIALS_VARIABLE, FLEET_KEYS_MAX, Credentials, Material
 from protos.access.tls import new_context, peer_of
-from protos.errors import Conflict, Forbidden, LaminarError, Unauthenticated
+from protos.errors import Conflict, Forbidden, LaminarError, OutOfCapacity, Unauthenticated
 from protos.foreign_text import one_line
 
 MAGIC = b"LMA1"
@@ -102,6 +104,11 @@ class TlsSocket(ssl.SSLSocket):
 
 class UnprovenRefusal(LinkBroken):
     """A refusal by whoever has not proven the fleet key: the relay, which knows another one, or anybody on the way."""
+
+
+class UnprovenFull(UnprovenRefusal, OutOfCapacity):
+    """A holder that is full says so before it listens: it is asked again soon, and has not failed. Whoever made that up
+    has it asked more often than if he broke the connection."""
 
 
 class DataAccess:
@@ -291,7 +298,8 @@ def _unproven(address: str, refusal: LaminarError) -> LaminarError:
     case. The demand for TLS is followed, since nobody can fake its other end."""
     if isinstance(refusal, frames.TlsWanted):
         return refusal
-    return UnprovenRefusal(
+    kind = UnprovenFull if isinstance(refusal, OutOfCapacity) else UnprovenRefusal
+    return kind(
         f"{address}, which has not proven that it knows the fleet key, refuses: {one_line(refusal.message)}",
         hint=one_line(refusal.hint),
     )

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from paramserver.core.records import Manifest
 from paramserver.core.transfer import Want
 from paramserver.data import arrival, frames
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
 from paramserver.data.secured import DataAccess, open_connection
-from paramserver.data.transport import Arrived, Source
+from paramserver.data.transport import Arrived, Begun, Source, tell_nobody
 
 CONNECT_TIMEOUT_S = 2.0
+
+RECORD_S = 20.0
+"""A wait for bytes that may be handed out ends so long after a silence would have, although some come: whoever stands
+in between can let a record of a sealed connection trickle, and it would hold its stripe for hours.
+
+A record has 256 KiB at most, so 13 KiB/s is enough. It is generous, as other traffic may share a slow link.
+"""
+
+
+class DialTcp(Protocol):
+    """A `Dial` whose links are of this kind."""
+
+    def __call__(self, source: Source, greeting: Greeting, begun: Begun = ..., /) -> TcpLink: ...
 
 
 class TcpLink:
@@ -37,6 +51,7 @@ class TcpLink:
         silence_s: float = frames.SILENCE_S,
         bind_host: str = "",
         access: DataAccess | None = None,
+        begun: Begun = tell_nobody,
     ) -> None:
         """`access`: with which the connection is opened and protected; None: it is neither."""
         self.source = source
@@ -45,10 +60,12 @@ class TcpLink:
         self._num_behind_lost = 0
         opened = open_connection(source.address, CONNECT_TIMEOUT_S, greeting, access, bind_host=bind_host)
         self._sock, self.rtt_s = opened
+        self._ending = threading.Lock()  # or a descriptor that another has meanwhile would be shut down
         try:
+            begun(self)
             self.welcome = frames.receive_welcome(self._sock, silence_s=silence_s)
         except BaseException:
-            self._sock.close()
+            self.close()
             raise
         frames.wait_in_kernel(self._sock, frames.HEARTBEAT_S)
 
@@ -93,11 +110,12 @@ class TcpLink:
         return Arrived(header.index, header.digest, header.length, began_at, chunk.digest())
 
     def break_off(self) -> None:
-        with contextlib.suppress(OSError):  # the other end has left already
+        with self._ending, contextlib.suppress(OSError):  # the other end has left already, or this one
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._sock.close()
+        with self._ending:
+            self._sock.close()
 
     def header(self) -> Header:
         """The header of the next frame. Raises the error of a refusal."""
@@ -118,29 +136,29 @@ class TcpLink:
         """Raises what ends the connection within `timeout_s`: a refusal, or LinkBroken; returns when nothing does."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            if select.select([self._sock], [], [], left)[0]:
+            if frames.readable([self._sock], left):
                 self.header()
 
     def _some(self, receive: Callable[[], int]) -> int:
-        """At least one byte by `receive`, sending ALIVE while none comes; LinkBroken after `silence_s` without any.
+        """At least one byte by `receive`, sending ALIVE while none comes; LinkBroken after `silence_s` without any, or
+        `RECORD_S` later where some come and none may be handed out.
 
         Silence is a sum of waits, each of a heartbeat at most, and no difference of times: a process that was itself
         stopped for a while, perhaps with its whole host, must read what came meanwhile before it calls the peer dead.
         """
-        waited_from, silent_s = time.monotonic(), 0.0
+        waited_from, silent_s, held_s = time.monotonic(), 0.0, 0.0
         while True:
             try:
                 num = receive()
-            except frames.Partly:
-                waited_from, silent_s = time.monotonic(), 0.0
-            except BlockingIOError:
+            except BlockingIOError as error:
                 now = time.monotonic()
-                waited_from, silent_s = now, silent_s + min(now - waited_from, frames.LOOK_S_MAX)
-                if (num_behind := frames.out_of_order(self._sock)) != self._num_behind_lost:
-                    silent_s, self._num_behind_lost = 0.0, num_behind
-                if silent_s > self.silence_s:
-                    raise LinkBroken(f"{self.source.name} was silent for {self.silence_s} s") from None
-                self.alive()
+                waited_s, waited_from = min(now - waited_from, frames.LOOK_S_MAX), now
+                silent_s, held_s = silent_s + waited_s, held_s + waited_s
+                if self._is_sign_of_life(error):
+                    silent_s = 0.0
+                self._check_wait(silent_s, held_s)
+                if not isinstance(error, frames.Partly):
+                    self.alive()
             except OSError as error:
                 raise LinkBroken(f"{self.source.name}: {error}") from error
             else:
@@ -148,8 +166,21 @@ class TcpLink:
                     raise LinkBroken(f"{self.source.name} closed the connection")
                 return num
 
+    def _is_sign_of_life(self, error: BlockingIOError) -> bool:
+        if isinstance(error, frames.Partly):
+            return True
+        before, self._num_behind_lost = self._num_behind_lost, frames.out_of_order(self._sock)
+        return self._num_behind_lost != before
 
-def dialer(
-    silence_s: float = frames.SILENCE_S, *, access: DataAccess | None = None
-) -> Callable[[Source, Greeting], TcpLink]:
-    return lambda source, greeting: TcpLink(source, greeting, silence_s=silence_s, access=access)
+    def _check_wait(self, silent_s: float, held_s: float) -> None:
+        if silent_s > self.silence_s:
+            raise LinkBroken(f"{self.source.name} was silent for {self.silence_s} s") from None
+        if held_s > self.silence_s + RECORD_S:
+            raise LinkBroken(f"no record of {self.source.name} was whole within {held_s:.0f} s") from None
+
+
+def dialer(silence_s: float = frames.SILENCE_S, *, access: DataAccess | None = None) -> DialTcp:
+    def dial(source: Source, greeting: Greeting, begun: Begun = tell_nobody) -> TcpLink:
+        return TcpLink(source, greeting, silence_s=silence_s, access=access, begun=begun)
+
+    return dial

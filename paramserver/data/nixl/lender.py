@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import time
 from collections.abc import Callable
@@ -73,7 +72,7 @@ class NixlLender:
             with self._snapshot.reading():  # refused once the version goes: its memory must not stay mapped
                 pass
         ends: list[socket.socket | NixlProcess] = [self._sock, self._process]
-        readable, _, _ = select.select(ends, [], [], frames.HEARTBEAT_S)
+        readable = frames.readable(ends, frames.HEARTBEAT_S)
         if self._process in readable:
             self._clean = False
             raise LinkBroken(f"the NIXL process sent {self._process.receive()}, which answers nothing")

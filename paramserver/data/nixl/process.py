@@ -214,7 +214,9 @@ def _receive(sock: socket.socket, buffer: memoryview) -> tuple[int, list[int]]:
 
 
 def main() -> None:
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    given = int(sys.argv[1])
+    sock = socket.socket(fileno=os.dup(given))  # the lowest number: in the relay it may be one that select refuses
+    os.close(given)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("UCX_HANDLE_ERRORS", "none")  # a core or a backtrace of it helps nobody

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import os
 import re
+import resource
 import shutil
 import socket
 import tempfile
@@ -29,10 +30,13 @@ from paramserver.core.transfer import Want
 from paramserver.data import arrival, frames, tcp
 from paramserver.data import server as data_server
 from paramserver.data.fetch import Fetch
-from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
+from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, Partly
+from paramserver.data.nixl.dialer import NixlLink
+from paramserver.data.nixl.lender import NixlLender
 from paramserver.data.publish import Image, write_mapped, write_tcp
 from paramserver.data.publisher_link import Mappings, leave
-from paramserver.data.transport import Arrived, Source
+from paramserver.data.sealed import PARTLY_S, RECORD_BYTES_MAX
+from paramserver.data.transport import Arrived, Begun, Source
 from protos.errors import (
     Conflict,
     Corrupt,
@@ -45,6 +49,7 @@ from protos.errors import (
 )
 from tests.support.fleet import until
 from tests.support.hops import CHUNK, CONTENT, EPOCH, FETCH, Host, manifest
+from tests.support.skips import needs
 
 MakeHost = Callable[..., Host]
 
@@ -121,6 +126,35 @@ def test_a_host_that_stood_still_takes_nobody_for_dead_before_it_has_listened(
             link._some(lambda: look(frames.HEARTBEAT_S))
 
 
+def test_a_record_that_trickles_ends_its_link_and_a_slow_one_does_not(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = time.monotonic()
+    monkeypatch.setattr(tcp, "time", SimpleNamespace(monotonic=lambda: clock))
+    rate_bytes_s = 64 << 10
+
+    def trickle(seconds: float) -> Iterator[int]:
+        nonlocal clock
+        ends_at = clock + seconds
+        while clock < ends_at:
+            clock += PARTLY_S
+            yield 0
+        yield RECORD_BYTES_MAX
+
+    def receive() -> int:
+        if num := next(looks):
+            return num
+        raise Partly
+
+    with tcp_link(make_host().source) as link:
+        looks = trickle(RECORD_BYTES_MAX / rate_bytes_s)
+        assert link._some(receive) == RECORD_BYTES_MAX
+        began, looks = clock, trickle(3600.0)
+        with pytest.raises(LinkBroken, match="no record of host0 was whole"):
+            link._some(receive)
+        assert clock - began < link.silence_s + tcp.RECORD_S + 1.0
+
+
 def test_without_any_source_it_gives_up_and_says_why(make_host: MakeHost) -> None:
     gone, downstream = make_host(), make_host()
     gone.server.close()
@@ -180,6 +214,53 @@ def test_a_cancelled_fetch_does_not_wait_for_a_holder_that_has_no_more(make_host
     running.cancel()
     thread.join(60.0)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("says", [Header(Kind.ALIVE).pack(), b""], ids=["alive", "byte by byte"])
+def test_a_cancelled_fetch_does_not_wait_for_a_welcome(make_host: MakeHost, says: bytes) -> None:
+    """The holder lives, and says so for as long as it is listened to."""
+    waiting, left = threading.Event(), threading.Event()
+    bytewise = iter(Header(Kind.WELCOME, length=1 << 20).pack() + bytes(1 << 20))
+
+    def say(listener: socket.socket) -> None:
+        with listener.accept()[0] as sock, contextlib.suppress(OSError):
+            frames.receive_greeting(sock)
+            while not left.wait(0.05):
+                sock.sendall(says or bytes([next(bytewise)]))
+                waiting.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
+        said = pool.submit(say, listener)
+        source = Source("talker", f"127.0.0.1:{listener.getsockname()[1]}")
+        dial = tcp.dialer(silence_s=60.0)
+        running = Fetch(make_host().snapshot, FETCH, lambda: [[source]], dial, num_stripes=1)
+        done = pool.submit(running.run)
+        assert waiting.wait(60.0)
+        running.cancel()
+        try:
+            assert done.result(20.0) is False
+        finally:
+            left.set()
+        said.result(60.0)
+
+
+def test_a_link_that_is_told_of_after_the_fetch_was_cancelled_is_broken_off(make_host: MakeHost) -> None:
+    holder = make_host()
+    running: list[Fetch] = []
+    broken: list[str] = []
+
+    class Told:
+        def break_off(self) -> None:
+            broken.append("told")
+
+    def dial(source: Source, greeting: Greeting, begun: Begun) -> tcp.TcpLink:
+        running[0].cancel()
+        begun(Told())
+        raise LinkBroken("no welcome")
+
+    running.append(Fetch(make_host().snapshot, FETCH, lambda: [[holder.source]], dial, num_stripes=1))
+    assert running[0].run() is False
+    assert broken == ["told"]
 
 
 def test_memory_that_went_bad_at_the_sender_is_found_withdrawn_and_had_elsewhere(make_host: MakeHost) -> None:
@@ -297,10 +378,10 @@ def test_an_error_in_making_a_link_that_nobody_foresaw_costs_that_source_alone(m
     upstream.fill()
     make = tcp.dialer(silence_s=LIVELY_S)
 
-    def dial(source: Source, greeting: Greeting) -> tcp.TcpLink:
+    def dial(source: Source, greeting: Greeting, begun: Begun) -> tcp.TcpLink:
         if source is odd.source:
             raise ZeroDivisionError("unforeseen")
-        return make(source, greeting)
+        return make(source, greeting, begun)
 
     running = Fetch(downstream.snapshot, FETCH, lambda: [[odd.source], [upstream.source]], dial)
     assert running.run()
@@ -907,6 +988,87 @@ def _pair() -> tuple[socket.socket, socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         ours = frames.connect(f"127.0.0.1:{listener.getsockname()[1]}", 5.0)
         return ours, listener.accept()[0]
+
+
+MANY = 1500
+"""A descriptor's number beyond what `select.select` takes."""
+
+
+@pytest.fixture
+def _many_descriptors() -> Iterator[None]:
+    """Whatever is opened in a test gets a number beyond MANY, as the lower ones are taken."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < MANY + 200:
+        pytest.skip(needs(f"no {MANY + 200} open files are allowed here", "`ulimit -n 4096`"))
+    with open(os.devnull, "rb") as taken:
+        taken_fds = [taken.fileno()]
+        try:
+            while taken_fds[-1] < MANY:
+                taken_fds.append(os.dup(taken.fileno()))
+            yield
+        finally:
+            for fd in taken_fds[1:]:
+                os.close(fd)
+
+
+@pytest.mark.usefixtures("_many_descriptors")
+def test_a_refusal_is_read_from_a_descriptor_of_any_number(make_host: MakeHost) -> None:
+    host = make_host()
+    with tcp_link(host.source) as link:
+        assert link.fileno() > MANY
+        link.raise_refusal(0.01)
+        host.server.close()
+        with pytest.raises(LaminarError):
+            link.raise_refusal(60.0)
+
+
+@pytest.mark.usefixtures("_many_descriptors")
+def test_a_lender_over_nixl_hears_its_peer_at_a_descriptor_of_any_number(make_host: MakeHost) -> None:
+    """Its NIXL process is a silent socket here: nothing is lent."""
+    near, far = socket.socketpair()
+    process, other = socket.socketpair()
+    with near, far, process, other:
+        lender = NixlLender(near, make_host().snapshot, None, process, None, None)  # type: ignore[arg-type]
+        assert min(near.fileno(), process.fileno()) > MANY
+        far.sendall(frames.REQUEST.pack(Kind.TAKEN, 0, 7, 0))
+        with pytest.raises(LinkBroken, match="chunk 7 was not lent"):
+            lender._next()
+
+
+@pytest.mark.usefixtures("_many_descriptors")
+def test_a_link_over_nixl_hears_its_holder_at_a_descriptor_of_any_number(make_host: MakeHost) -> None:
+    host = make_host()
+    process, other = socket.socketpair()
+    with tcp_link(host.source) as hop, process, other:
+        hop.welcome = msgspec.structs.replace(hop.welcome, nixl=frames.Lent(b"", [0]))
+        link = NixlLink(hop, None, process, lambda _: None)  # type: ignore[arg-type]
+        assert min(hop.fileno(), process.fileno()) > MANY
+        link._wait(host.snapshot.place)
+        host.server.close()
+        with pytest.raises(LinkBroken):
+            link._wait(host.snapshot.place)
+
+
+def test_bytes_that_never_pause_are_not_waited_for_longer_than_they_may_take() -> None:
+    """Each of the pieces is there when it is asked for."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        for _ in range(8):
+            far.send(b"x")
+        with pytest.raises(LinkBroken, match="timed out after 1 of 8 bytes"):
+            frames.receive_bytes(near, 8, time.monotonic())
+        assert frames.receive_bytes(near, 7, time.monotonic() + 60.0) == b"x" * 7
+
+
+def test_what_can_be_received_from_is_told_within_the_time() -> None:
+    near, far = socket.socketpair()
+    quiet, other = socket.socketpair()
+    with near, quiet, other:
+        assert frames.readable([near, quiet], 0.01) == []
+        far.sendall(b"x")
+        assert frames.readable([near, quiet], None) == [near]
+        near.recv(1)
+        far.close()
+        assert frames.readable([quiet, near], None) == [near], "an end is to be received, too"
 
 
 @pytest.mark.slow

@@ -27,10 +27,10 @@ from paramserver.data.fetch import Fetch
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
 from paramserver.data.publish import Image, write_tcp
 from paramserver.data.secured import MAGIC, Challenge, DataAccess, Hello
-from paramserver.data.transport import Source
+from paramserver.data.transport import Begun, Source
 from protos.access.credentials import Credentials
 from protos.access.fleet import Identity
-from protos.errors import Conflict, Forbidden, LaminarError, NotFound, Unauthenticated
+from protos.errors import Conflict, Forbidden, LaminarError, NotFound, OutOfCapacity, Unauthenticated
 from tests.support.fleet_credentials import authority_of, write_holder
 from tests.support.hops import CHUNK, CONTENT, FETCH, Host
 from tests.support.middleman import Middleman
@@ -152,7 +152,13 @@ def test_a_guess_at_the_key_is_refused(fleet: Path, make_host: MakeHost) -> None
         assert answer(sock) == "does not prove that it knows the fleet key"
 
 
-FORGED = [Conflict("the run is over"), Forbidden("not you"), NotFound("no such model"), Unauthenticated("who?")]
+FORGED = [
+    Conflict("the run is over"),
+    Forbidden("not you"),
+    NotFound("no such model"),
+    OutOfCapacity("too many"),
+    Unauthenticated("who?"),
+]
 
 
 @pytest.mark.parametrize("forged", FORGED, ids=lambda error: error.code)
@@ -173,6 +179,34 @@ def test_a_refusal_by_whoever_has_proven_nothing_ends_one_connection_alone(
         host.server._address = tap.address
         write_tcp(tap.address, WRITE, image, access=by(fleet / "trainer"))
     assert bytes(host.snapshot.files[0].view()).endswith(content)
+
+
+@WAYS
+def test_a_holder_that_is_full_is_asked_again_soon_and_has_not_failed(
+    fleet: Path, make_host: MakeHost, tls: bool
+) -> None:
+    """It says so before it listens, and so before it has proven anything."""
+    holder, into = make_host(tls=tls), make_host(filled=False)
+    admission = holder.server._by_tcp
+    per_host_max, admission._per_host_max = admission._per_host_max, 0
+    dial = tcp.dialer(60.0, access=by(fleet / "relay"))
+    refused_so: list[LaminarError] = []
+
+    def dial_and_tell(source: Source, greeting: Greeting, begun: Begun) -> tcp.TcpLink:
+        try:
+            return dial(source, greeting, begun)
+        except LaminarError as error:
+            refused_so.append(error)
+            admission._per_host_max = per_host_max
+            raise
+
+    running = Fetch(into.snapshot, FETCH, lambda: [[holder.source]], dial_and_tell, num_stripes=1, patience_s=60.0)
+    assert running.run()
+    assert into.content() == CONTENT
+    [error] = refused_so
+    assert isinstance(error, OutOfCapacity)
+    assert isinstance(error, LinkBroken), "a write goes on over the next connection"
+    assert running.num_bypasses == 0
 
 
 def test_what_has_proven_nothing_takes_neither_memory_nor_time(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +460,25 @@ def test_a_welcome_that_trickles_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         with pytest.raises(LinkBroken, match="timed out"):
             frames.receive_welcome(near, silence_s=60.0)
         left.set()
+        near.close()
         thread.join(60.0)
+        assert not thread.is_alive()
+
+
+def test_a_source_whose_records_trickle_is_bypassed(
+    fleet: Path, make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is in between lets a byte through in less time than a silence may last."""
+    monkeypatch.setattr(tcp, "RECORD_S", 0.3)
+    slow, good, into = make_host(), make_host(), make_host(filled=False)
+    with Tap(slow.source.address, answers_pause_s=0.02) as tap:
+        slow.server._address = tap.address
+        tiers = [[Source("slow", tap.address)], [good.source]]
+        dial = tcp.dialer(0.5, access=by(fleet / "relay"))
+        running = Fetch(into.snapshot, FETCH, lambda: tiers, dial, num_stripes=1, patience_s=60.0)
+        assert running.run()
+    assert into.content() == CONTENT
+    assert running.num_bypasses >= 1
 
 
 # -- peers by hand
@@ -519,12 +571,14 @@ def impostor(proof: bytes | None) -> Iterator[tuple[str, list[bytes]]]:
 
 class Tap:
     """Passes connections on to `target` unchanged, and keeps what went by. The first one gets what it `forges` instead,
-    a byte at a time where there is a pause."""
+    a byte at a time where there is a pause. `answers_pause_s`: what is answered goes so, too, once the first chunk
+    came."""
 
-    def __init__(self, target: str, *, forges: bytes = b"", pause_s: float = 0.0) -> None:
+    def __init__(self, target: str, *, forges: bytes = b"", pause_s: float = 0.0, answers_pause_s: float = 0.0) -> None:
         self._target = target
         self._forges = self._forged = forges
-        self._pause_s = pause_s
+        self._pause_s, self._answers_pause_s = pause_s, answers_pause_s
+        self._left = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._passed = {"requests": b"", "answers": b""}
@@ -537,6 +591,11 @@ class Tap:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._answers_pause_s:
+            self._left.set()
+            for sock in self._socks:
+                with contextlib.suppress(OSError):  # one end has gone
+                    sock.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -579,9 +638,18 @@ class Tap:
             asker.shutdown(socket.SHUT_WR)
             received(asker)
 
+    def _send(self, target: socket.socket, data: bytes, pause_s: float) -> None:
+        for at in range(len(data) if pause_s else 0):
+            if self._left.wait(pause_s):
+                raise ConnectionAbortedError("the tap is closed")
+            target.sendall(data[at : at + 1])
+        if not pause_s:
+            target.sendall(data)
+
     def _pump(self, source: socket.socket, target: socket.socket, side: str) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self._passed[side] += data
-                target.sendall(data)
+                trickles = side == "answers" and len(self._passed[side]) > 2 * CHUNK
+                self._send(target, data, self._answers_pause_s if trickles else 0.0)
             target.shutdown(socket.SHUT_WR)
