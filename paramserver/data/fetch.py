@@ -177,7 +177,7 @@ class Fetch:
 
     @contextlib.contextmanager
     def _breaking_off(self) -> Iterator[Begun]:
-        """What is told to it is broken off once the fetch is cancelled."""
+        """Links that it is called with are broken off once the fetch is cancelled."""
         mine: set[Breakable] = set()
 
         def begun(link: Breakable) -> None:

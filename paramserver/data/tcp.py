@@ -16,7 +16,7 @@ from paramserver.core.transfer import Want
 from paramserver.data import arrival, frames
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
 from paramserver.data.secured import DataAccess, open_connection
-from paramserver.data.transport import Arrived, Begun, Source, tell_nobody
+from paramserver.data.transport import Arrived, Begun, Source, ignore_link
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -51,7 +51,7 @@ class TcpLink:
         silence_s: float = frames.SILENCE_S,
         bind_host: str = "",
         access: DataAccess | None = None,
-        begun: Begun = tell_nobody,
+        begun: Begun = ignore_link,
     ) -> None:
         """`access`: with which the connection is opened and protected; None: it is neither."""
         self.source = source
@@ -180,7 +180,7 @@ class TcpLink:
 
 
 def dialer(silence_s: float = frames.SILENCE_S, *, access: DataAccess | None = None) -> DialTcp:
-    def dial(source: Source, greeting: Greeting, begun: Begun = tell_nobody) -> TcpLink:
+    def dial(source: Source, greeting: Greeting, begun: Begun = ignore_link) -> TcpLink:
         return TcpLink(source, greeting, silence_s=silence_s, access=access, begun=begun)
 
     return dial

@@ -59,19 +59,19 @@ class Link(Protocol):
 
 
 class Breakable(Protocol):
-    """What waits for a holder and can be told, by any thread and at any time, to do so no more."""
+    """What waits for a holder, and stops doing so when any thread asks for it, at any time."""
 
     def break_off(self) -> None: ...
 
 
 Begun = Callable[[Breakable], None]
-"""Told of a link before it waits for its welcome."""
+"""Called with a link before it waits for its welcome."""
 
 
-def tell_nobody(_: Breakable) -> None:
-    """A `Begun` for whoever has nothing to break off."""
+def ignore_link(_: Breakable) -> None:
+    """A `Begun` for whoever breaks nothing off."""
 
 
 Dial = Callable[[Source, Greeting, Begun], Link]
-"""Opens a link: connects, greets, and returns when welcomed. What waits longer than a few seconds is told to `Begun`
-first."""
+"""Opens a link: connects, greets, and returns when welcomed. `Begun` is called first with what waits longer
+than a few seconds."""

@@ -25,7 +25,7 @@ from paramserver.data.nixl.dialer import NixlDialer
 from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.secured import DataAccess
 from paramserver.data.spill import SCHEME, Spill
-from paramserver.data.transport import Begun, Link, Source, tell_nobody
+from paramserver.data.transport import Begun, Link, Source, ignore_link
 from paramserver.memory.store import Snapshot
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.models import ModelTable
@@ -173,7 +173,7 @@ class Fetches:
             return self._nixl.dial(source, greeting, [(file.fd, file.size_bytes) for file in snapshot.files], begun)
         return self._dial_tcp(source, greeting, begun)
 
-    def _dial_tcp(self, source: Source, greeting: Greeting, begun: Begun = tell_nobody) -> tcp.TcpLink:
+    def _dial_tcp(self, source: Source, greeting: Greeting, begun: Begun = ignore_link) -> tcp.TcpLink:
         return tcp.TcpLink(
             source,
             greeting,

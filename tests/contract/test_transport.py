@@ -35,7 +35,7 @@ from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.secured import DataAccess
 from paramserver.data.spill import Spill
 from paramserver.data.tcp import TcpLink
-from paramserver.data.transport import Begun, Dial, Link, Source, tell_nobody
+from paramserver.data.transport import Begun, Dial, Link, Source, ignore_link
 from protos.access.credentials import Credentials
 from protos.errors import NotFound, StaleEpoch, Unavailable
 from tests.support.fleet import until
@@ -77,7 +77,7 @@ class Scene:
         """What its links call themselves."""
         return "tcp" if self.kind in SECURED else self.kind
 
-    def tcp(self, source: Source, greeting: Greeting, begun: Begun = tell_nobody) -> TcpLink:
+    def tcp(self, source: Source, greeting: Greeting, begun: Begun = ignore_link) -> TcpLink:
         return TcpLink(source, greeting, silence_s=self.silence_s, access=self.access, begun=begun)
 
     def own_processes(self) -> NixlProcesses:
@@ -122,7 +122,7 @@ class Scene:
         return process, Source(name, next(line for line in process.stdout if ":" in line).strip())
 
     def dial(self, into: Host) -> Dial:
-        def dial(source: Source, greeting: Greeting, begun: Begun = tell_nobody) -> Link:
+        def dial(source: Source, greeting: Greeting, begun: Begun = ignore_link) -> Link:
             if source.address.startswith("file:"):
                 return self.spills[source.address.removeprefix("file:")].open(greeting)
             if self.dialer is None:

@@ -27,7 +27,7 @@ from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, Transpor
 from paramserver.data.nixl.process import Done, Read
 from paramserver.data.nixl.processes import Files, NixlProcess, NixlProcesses
 from paramserver.data.tcp import DialTcp, TcpLink
-from paramserver.data.transport import Arrived, Begun, Link, Source, tell_nobody
+from paramserver.data.transport import Arrived, Begun, Link, Source, ignore_link
 from protos.errors import OutOfCapacity
 
 log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class NixlDialer:
         self._warned: set[str] = set()  # holders (bounded by the relays there are) that do not speak nixl
         self._mutex = threading.Lock()
 
-    def dial(self, source: Source, greeting: Greeting, files: Files, begun: Begun = tell_nobody) -> Link:
+    def dial(self, source: Source, greeting: Greeting, files: Files, begun: Begun = ignore_link) -> Link:
         """`files`: descriptors and sizes of the place the version comes to, in the manifest's order."""
         process = self._take_process(source)
         if process is None:
