@@ -15,17 +15,18 @@ was only slow to answer is tried again after a while, at the same place in the o
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from paramserver.core.bypass import Bypasses
 from paramserver.core.records import ChunkMap, digest
 from paramserver.core.transfer import ActiveTime, TransferState, Want
 from paramserver.data.frames import HEARTBEAT_S, Greeting
-from paramserver.data.transport import Arrived, Dial, Link, Source
+from paramserver.data.transport import Arrived, Begun, Breakable, Dial, Link, Source
 from protos.errors import Corrupt, LaminarError, OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Fetch:
         self._changed = threading.Condition(self._mutex)
         self._bypasses = Bypasses()
         self._cancelled = threading.Event()
-        self._links: set[Link] = set()  # in use; one that left is closed, and must not be touched
+        self._links: set[Breakable] = set()  # in use, or being made
         self._failure: BaseException | None = None
         self._last_error: LaminarError | None = None
         self._progress_at = time.monotonic()
@@ -111,7 +112,8 @@ class Fetch:
         return self._bypasses.num_failures
 
     def cancel(self) -> None:
-        """A link may wait for a publisher who is slow, or for bytes that trickle: each in use is broken off."""
+        """A link may wait for a publisher who is slow, for bytes that trickle, or for its welcome: each is broken off.
+        One that is still connecting, or opening, ends within seconds by itself."""
         self._cancelled.set()
         with self._changed:
             for link in self._links:
@@ -164,21 +166,37 @@ class Fetch:
                 self._bypass(source, stripe, error)
 
     def _use(self, source: Source, stripe: str) -> None:
-        link = self._link(source)
-        self.upstream, self.rtt_s, self.transport = source.name, link.rtt_s, link.transport
-        with self._mutex:
-            self._links.add(link)
+        with self._breaking_off() as begun:
+            link = self._link(source, begun)
+            try:
+                begun(link)
+                self.upstream, self.rtt_s, self.transport = source.name, link.rtt_s, link.transport
+                self._pull(link, stripe)
+            finally:
+                link.close()
+
+    @contextlib.contextmanager
+    def _breaking_off(self) -> Iterator[Begun]:
+        """What is told to it is broken off once the fetch is cancelled."""
+        mine: set[Breakable] = set()
+
+        def begun(link: Breakable) -> None:
+            mine.add(link)
+            with self._mutex:
+                self._links.add(link)
+                if self._cancelled.is_set():  # `cancel` has been here already
+                    link.break_off()
+
         try:
-            self._pull(link, stripe)
+            yield begun
         finally:
             with self._mutex:
-                self._links.discard(link)
-            link.close()
+                self._links -= mine
 
-    def _link(self, source: Source) -> Link:
+    def _link(self, source: Source, begun: Begun) -> Link:
         """A link to the source. Whatever goes wrong in making it costs this source alone."""
         try:
-            return self._dial(source, self._greeting)
+            return self._dial(source, self._greeting, begun)
         except LaminarError:
             raise
         except Exception as error:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from paramserver.core.records import Manifest
 from paramserver.core.transfer import Want
 from paramserver.data import arrival, frames
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
 from paramserver.data.secured import DataAccess, open_connection
-from paramserver.data.transport import Arrived, Source
+from paramserver.data.transport import Arrived, Begun, Source, tell_nobody
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -24,6 +26,12 @@ in between can let a record of a sealed connection trickle, and it would hold it
 
 A record has 256 KiB at most, so 13 KiB/s is enough. It is generous, as other traffic may share a slow link.
 """
+
+
+class DialTcp(Protocol):
+    """A `Dial` whose links are of this kind."""
+
+    def __call__(self, source: Source, greeting: Greeting, begun: Begun = ..., /) -> TcpLink: ...
 
 
 class TcpLink:
@@ -43,6 +51,7 @@ class TcpLink:
         silence_s: float = frames.SILENCE_S,
         bind_host: str = "",
         access: DataAccess | None = None,
+        begun: Begun = tell_nobody,
     ) -> None:
         """`access`: with which the connection is opened and protected; None: it is neither."""
         self.source = source
@@ -51,10 +60,12 @@ class TcpLink:
         self._num_behind_lost = 0
         opened = open_connection(source.address, CONNECT_TIMEOUT_S, greeting, access, bind_host=bind_host)
         self._sock, self.rtt_s = opened
+        self._ending = threading.Lock()  # or a descriptor that another has meanwhile would be shut down
         try:
+            begun(self)
             self.welcome = frames.receive_welcome(self._sock, silence_s=silence_s)
         except BaseException:
-            self._sock.close()
+            self.close()
             raise
         frames.wait_in_kernel(self._sock, frames.HEARTBEAT_S)
 
@@ -99,11 +110,12 @@ class TcpLink:
         return Arrived(header.index, header.digest, header.length, began_at, chunk.digest())
 
     def break_off(self) -> None:
-        with contextlib.suppress(OSError):  # the other end has left already
+        with self._ending, contextlib.suppress(OSError):  # the other end has left already, or this one
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._sock.close()
+        with self._ending:
+            self._sock.close()
 
     def header(self) -> Header:
         """The header of the next frame. Raises the error of a refusal."""
@@ -167,7 +179,8 @@ class TcpLink:
             raise LinkBroken(f"no record of {self.source.name} was whole within {held_s:.0f} s") from None
 
 
-def dialer(
-    silence_s: float = frames.SILENCE_S, *, access: DataAccess | None = None
-) -> Callable[[Source, Greeting], TcpLink]:
-    return lambda source, greeting: TcpLink(source, greeting, silence_s=silence_s, access=access)
+def dialer(silence_s: float = frames.SILENCE_S, *, access: DataAccess | None = None) -> DialTcp:
+    def dial(source: Source, greeting: Greeting, begun: Begun = tell_nobody) -> TcpLink:
+        return TcpLink(source, greeting, silence_s=silence_s, access=access, begun=begun)
+
+    return dial

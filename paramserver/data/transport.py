@@ -52,11 +52,26 @@ class Link(Protocol):
         """A sign of life from a side that requests nothing."""
 
     def break_off(self) -> None:
-        """Makes `receive` raise soon, which waits for as long as the holder lives. Any thread may call it before
-        `close`."""
+        """Makes `receive` raise soon, which waits for as long as the holder lives. Any thread may call it at any
+        time."""
 
     def close(self) -> None: ...
 
 
-Dial = Callable[[Source, Greeting], Link]
-"""Opens a link: connects, greets, and returns when welcomed."""
+class Breakable(Protocol):
+    """What waits for a holder and can be told, by any thread and at any time, to do so no more."""
+
+    def break_off(self) -> None: ...
+
+
+Begun = Callable[[Breakable], None]
+"""Told of a link before it waits for its welcome."""
+
+
+def tell_nobody(_: Breakable) -> None:
+    """A `Begun` for whoever has nothing to break off."""
+
+
+Dial = Callable[[Source, Greeting, Begun], Link]
+"""Opens a link: connects, greets, and returns when welcomed. What waits longer than a few seconds is told to `Begun`
+first."""

@@ -25,7 +25,7 @@ from paramserver.data.nixl.dialer import NixlDialer
 from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.secured import DataAccess
 from paramserver.data.spill import SCHEME, Spill
-from paramserver.data.transport import Link, Source
+from paramserver.data.transport import Begun, Link, Source, tell_nobody
 from paramserver.memory.store import Snapshot
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.models import ModelTable
@@ -96,7 +96,7 @@ class Fetches:
             snapshot,
             greeting,
             lambda: self._sources(announced),
-            lambda source, greeting: self._dial(source, greeting, snapshot),
+            lambda source, greeting, begun: self._dial(source, greeting, begun, snapshot),
             num_stripes=self._config.stripes,
         )
         task = asyncio.current_task()
@@ -166,14 +166,19 @@ class Fetches:
             return peers
         return [*peers, [disk]] if holders else [[disk], *peers]
 
-    def _dial(self, source: Source, greeting: Greeting, snapshot: Snapshot) -> Link:
+    def _dial(self, source: Source, greeting: Greeting, begun: Begun, snapshot: Snapshot) -> Link:
         if self._spill is not None and source.address.startswith(SCHEME):
             return self._spill.open(greeting)
         if self._nixl is not None:
-            return self._nixl.dial(source, greeting, [(file.fd, file.size_bytes) for file in snapshot.files])
-        return self._dial_tcp(source, greeting)
+            return self._nixl.dial(source, greeting, [(file.fd, file.size_bytes) for file in snapshot.files], begun)
+        return self._dial_tcp(source, greeting, begun)
 
-    def _dial_tcp(self, source: Source, greeting: Greeting) -> tcp.TcpLink:
+    def _dial_tcp(self, source: Source, greeting: Greeting, begun: Begun = tell_nobody) -> tcp.TcpLink:
         return tcp.TcpLink(
-            source, greeting, silence_s=self._config.silence_s, bind_host=self._bind_host, access=self._access
+            source,
+            greeting,
+            silence_s=self._config.silence_s,
+            bind_host=self._bind_host,
+            access=self._access,
+            begun=begun,
         )

@@ -35,7 +35,7 @@ from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.secured import DataAccess
 from paramserver.data.spill import Spill
 from paramserver.data.tcp import TcpLink
-from paramserver.data.transport import Link, Source
+from paramserver.data.transport import Begun, Dial, Link, Source, tell_nobody
 from protos.access.credentials import Credentials
 from protos.errors import NotFound, StaleEpoch, Unavailable
 from tests.support.fleet import until
@@ -77,8 +77,8 @@ class Scene:
         """What its links call themselves."""
         return "tcp" if self.kind in SECURED else self.kind
 
-    def tcp(self, source: Source, greeting: Greeting) -> TcpLink:
-        return TcpLink(source, greeting, silence_s=self.silence_s, access=self.access)
+    def tcp(self, source: Source, greeting: Greeting, begun: Begun = tell_nobody) -> TcpLink:
+        return TcpLink(source, greeting, silence_s=self.silence_s, access=self.access, begun=begun)
 
     def own_processes(self) -> NixlProcesses:
         """Fresh ones, for the hosts and links made from now on."""
@@ -121,13 +121,13 @@ class Scene:
         assert process.stdout is not None
         return process, Source(name, next(line for line in process.stdout if ":" in line).strip())
 
-    def dial(self, into: Host) -> Callable[[Source, Greeting], Link]:
-        def dial(source: Source, greeting: Greeting) -> Link:
+    def dial(self, into: Host) -> Dial:
+        def dial(source: Source, greeting: Greeting, begun: Begun = tell_nobody) -> Link:
             if source.address.startswith("file:"):
                 return self.spills[source.address.removeprefix("file:")].open(greeting)
             if self.dialer is None:
-                return self.tcp(source, greeting)
-            return self.dialer.dial(source, greeting, into.descriptors())
+                return self.tcp(source, greeting, begun)
+            return self.dialer.dial(source, greeting, into.descriptors(), begun)
 
         return dial
 

@@ -26,8 +26,8 @@ from paramserver.data import frames
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TransportFailed
 from paramserver.data.nixl.process import Done, Read
 from paramserver.data.nixl.processes import Files, NixlProcess, NixlProcesses
-from paramserver.data.tcp import TcpLink
-from paramserver.data.transport import Arrived, Link, Source
+from paramserver.data.tcp import DialTcp, TcpLink
+from paramserver.data.transport import Arrived, Begun, Link, Source, tell_nobody
 from protos.errors import OutOfCapacity
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class NixlLink:
 class NixlDialer:
     """Opens links over nixl, or over tcp where that cannot be."""
 
-    def __init__(self, processes: NixlProcesses, tcp: Callable[[Source, Greeting], TcpLink]) -> None:
+    def __init__(self, processes: NixlProcesses, tcp: DialTcp) -> None:
         self._processes = processes
         self._tcp = tcp
         self._failures: dict[str, int] = {}
@@ -171,20 +171,20 @@ class NixlDialer:
         self._warned: set[str] = set()  # holders (bounded by the relays there are) that do not speak nixl
         self._mutex = threading.Lock()
 
-    def dial(self, source: Source, greeting: Greeting, files: Files) -> Link:
+    def dial(self, source: Source, greeting: Greeting, files: Files, begun: Begun = tell_nobody) -> Link:
         """`files`: descriptors and sizes of the place the version comes to, in the manifest's order."""
         process = self._take_process(source)
         if process is None:
-            return self._tcp(source, greeting)
+            return self._tcp(source, greeting, begun)
         try:
-            return self._link(source, greeting, files, process)
+            return self._link(source, greeting, files, process, begun)
         except TransportFailed as error:
             self._report(source, error)
             raise
 
-    def _link(self, source: Source, greeting: Greeting, files: Files, process: NixlProcess) -> Link:
+    def _link(self, source: Source, greeting: Greeting, files: Files, process: NixlProcess, begun: Begun) -> Link:
         try:
-            hop = self._tcp(source, msgspec.structs.replace(greeting, transports=["nixl"]))
+            hop = self._tcp(source, msgspec.structs.replace(greeting, transports=["nixl"]), begun)
         except BaseException:
             self._processes.give(process)
             raise

@@ -36,7 +36,7 @@ from paramserver.data.nixl.lender import NixlLender
 from paramserver.data.publish import Image, write_mapped, write_tcp
 from paramserver.data.publisher_link import Mappings, leave
 from paramserver.data.sealed import PARTLY_S, RECORD_BYTES_MAX
-from paramserver.data.transport import Arrived, Source
+from paramserver.data.transport import Arrived, Begun, Source
 from protos.errors import (
     Conflict,
     Corrupt,
@@ -216,6 +216,53 @@ def test_a_cancelled_fetch_does_not_wait_for_a_holder_that_has_no_more(make_host
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("says", [Header(Kind.ALIVE).pack(), b""], ids=["alive", "byte by byte"])
+def test_a_cancelled_fetch_does_not_wait_for_a_welcome(make_host: MakeHost, says: bytes) -> None:
+    """The holder lives, and says so for as long as it is listened to."""
+    waiting, left = threading.Event(), threading.Event()
+    bytewise = iter(Header(Kind.WELCOME, length=1 << 20).pack() + bytes(1 << 20))
+
+    def say(listener: socket.socket) -> None:
+        with listener.accept()[0] as sock, contextlib.suppress(OSError):
+            frames.receive_greeting(sock)
+            while not left.wait(0.05):
+                sock.sendall(says or bytes([next(bytewise)]))
+                waiting.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
+        said = pool.submit(say, listener)
+        source = Source("talker", f"127.0.0.1:{listener.getsockname()[1]}")
+        dial = tcp.dialer(silence_s=60.0)
+        running = Fetch(make_host().snapshot, FETCH, lambda: [[source]], dial, num_stripes=1)
+        done = pool.submit(running.run)
+        assert waiting.wait(60.0)
+        running.cancel()
+        try:
+            assert done.result(20.0) is False
+        finally:
+            left.set()
+        said.result(60.0)
+
+
+def test_a_link_that_is_told_of_after_the_fetch_was_cancelled_is_broken_off(make_host: MakeHost) -> None:
+    holder = make_host()
+    running: list[Fetch] = []
+    broken: list[str] = []
+
+    class Told:
+        def break_off(self) -> None:
+            broken.append("told")
+
+    def dial(source: Source, greeting: Greeting, begun: Begun) -> tcp.TcpLink:
+        running[0].cancel()
+        begun(Told())
+        raise LinkBroken("no welcome")
+
+    running.append(Fetch(make_host().snapshot, FETCH, lambda: [[holder.source]], dial, num_stripes=1))
+    assert running[0].run() is False
+    assert broken == ["told"]
+
+
 def test_memory_that_went_bad_at_the_sender_is_found_withdrawn_and_had_elsewhere(make_host: MakeHost) -> None:
     bad, good, downstream = make_host(), make_host(), make_host()
     bad.fill()
@@ -331,10 +378,10 @@ def test_an_error_in_making_a_link_that_nobody_foresaw_costs_that_source_alone(m
     upstream.fill()
     make = tcp.dialer(silence_s=LIVELY_S)
 
-    def dial(source: Source, greeting: Greeting) -> tcp.TcpLink:
+    def dial(source: Source, greeting: Greeting, begun: Begun) -> tcp.TcpLink:
         if source is odd.source:
             raise ZeroDivisionError("unforeseen")
-        return make(source, greeting)
+        return make(source, greeting, begun)
 
     running = Fetch(downstream.snapshot, FETCH, lambda: [[odd.source], [upstream.source]], dial)
     assert running.run()
@@ -458,7 +505,7 @@ def test_every_break_resumes_where_the_bytes_stopped(make_host: MakeHost) -> Non
         downstream.snapshot,
         FETCH,
         lambda: [[s] for s in sources],
-        lambda source, _: Noting(CONTENT, 2),
+        lambda source, *_: Noting(CONTENT, 2),
         num_stripes=1,
         patience_s=5.0,
     )

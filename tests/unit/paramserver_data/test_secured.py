@@ -27,7 +27,7 @@ from paramserver.data.fetch import Fetch
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
 from paramserver.data.publish import Image, write_tcp
 from paramserver.data.secured import MAGIC, Challenge, DataAccess, Hello
-from paramserver.data.transport import Source
+from paramserver.data.transport import Begun, Source
 from protos.access.credentials import Credentials
 from protos.access.fleet import Identity
 from protos.errors import Conflict, Forbidden, LaminarError, NotFound, OutOfCapacity, Unauthenticated
@@ -192,9 +192,9 @@ def test_a_holder_that_is_full_is_asked_again_soon_and_has_not_failed(
     dial = tcp.dialer(60.0, access=by(fleet / "relay"))
     refused_so: list[LaminarError] = []
 
-    def dial_and_tell(source: Source, greeting: Greeting) -> tcp.TcpLink:
+    def dial_and_tell(source: Source, greeting: Greeting, begun: Begun) -> tcp.TcpLink:
         try:
-            return dial(source, greeting)
+            return dial(source, greeting, begun)
         except LaminarError as error:
             refused_so.append(error)
             admission._per_host_max = per_host_max

@@ -109,7 +109,7 @@ def main() -> None:
                 snapshot,
                 Greeting("fetch", "policy", 1, "receiver"),
                 lambda: [[source]],
-                (lambda source, greeting: dialer.dial(source, greeting, place))
+                (lambda source, greeting, begun: dialer.dial(source, greeting, place, begun))
                 if dialer
                 else tcp.dialer(access=access),
                 num_stripes=args.settings.get("stripes", 2),
