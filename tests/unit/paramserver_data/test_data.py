@@ -505,7 +505,7 @@ def test_every_break_resumes_where_the_bytes_stopped(make_host: MakeHost) -> Non
         downstream.snapshot,
         FETCH,
         lambda: [[s] for s in sources],
-        lambda source, _: Noting(CONTENT, 2),
+        lambda source, *_: Noting(CONTENT, 2),
         num_stripes=1,
         patience_s=5.0,
     )
