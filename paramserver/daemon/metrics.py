@@ -249,6 +249,6 @@ def for_tls_alone(application: WSGIApplication) -> WSGIApplication:
         if environ["wsgi.url_scheme"] == "https":
             return application(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain")])
-        return [b"metrics are served by https, to certificates of the fleet, such as a reader's\n"]
+        return ["metrics are served by https, to certificates of the fleet, such as a reader's\n".encode()]
 
     return answer
