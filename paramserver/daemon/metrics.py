@@ -80,6 +80,8 @@ def _refused_at_engine_ports(sources: Sources) -> Iterable[Value]:
         yield from ((times, (found.engine, reason)) for reason, times in found.refused.items())
 
 
+NOT_BY_TLS = "metrics are served by https, to certificates of the fleet, such as a reader's"
+
 METRICS: Sequence[Metric[Sources]] = (
     Metric(
         "gauge",
@@ -249,6 +251,6 @@ def for_tls_alone(application: WSGIApplication) -> WSGIApplication:
         if environ["wsgi.url_scheme"] == "https":
             return application(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain")])
-        return ["metrics are served by https, to certificates of the fleet, such as a reader's\n".encode()]
+        return [f"{NOT_BY_TLS}\n".encode()]
 
     return answer
