@@ -112,7 +112,7 @@ async def silent_connections(scene: Scene) -> str:
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 60.0) == b""
         writer.close()
-    return "a reader's call is answered meanwhile, and the relay closes them after 5 s"
+    return "a reader's call is answered meanwhile, and the relay closes them after 10 s"
 
 
 async def reader_publishes(scene: Scene) -> str:
