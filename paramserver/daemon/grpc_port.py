@@ -53,8 +53,8 @@ STUCK_S = 20.0
 """Without one byte taken, after which a caller that has bytes to read loses its connection; gRPC's pings give one up
 after 15."""
 HANDSHAKE_MS = 10_000
-"""Of TLS; gRPC's own bound is two minutes. An honest caller takes milliseconds, and seconds on a starved host; strangers
-make way in any case."""
+"""Of TLS; gRPC's own bound is two minutes. An honest caller takes milliseconds, and seconds on a starved host;
+strangers make way in any case."""
 BACKLOG = 512
 """Connections that the kernel holds until they are accepted."""
 _BOUNDS: Mapping[Bound, str] = {"total": "too many are open", "per_address": "too many of its address are open"}
