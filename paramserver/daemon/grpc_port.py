@@ -1,7 +1,8 @@
 """The gRPC port of a relay with credentials, as others reach it: it bounds the connections, and passes their bytes on.
 
 gRPC bounds no connections by itself, and nothing of it says which of them have proven who they are. So it listens on a
-unix socket that is for this process, and this port connects to it, once for each connection that it takes.
+unix socket that is for this process, and this port, in a thread of its own, connects to it once for each connection
+that it takes.
 
 Invariants:
 - TLS, certificates and roles are gRPC's: this port cannot read what it passes;

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -193,17 +194,32 @@ async def test_a_caller_that_reads_nothing_does_not_stay(tmp_path: Path, monkeyp
             await until(lambda: port.statistics().open == 0, "it is given up")
 
 
-async def test_one_that_reads_slowly_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_port, "STUCK_S", 0.3)
-    async with passing(tmp_path, echo_and_close) as (_, number):
-        reader, writer = await asyncio.open_connection("127.0.0.1", number, limit=1 << 16)
-        writer.write(MUCH)
-        came = b""
-        while data := await asyncio.wait_for(reader.read(1 << 18), PATIENCE_S):
-            came += data
-            await asyncio.sleep(0.02)  # a second in all: more than STUCK_S, and never so long without a byte
-        assert came == MUCH
-        writer.close()
+class Waiting:
+    """A transport with so many bytes that its peer has not taken."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self.aborted = num_bytes, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_bytes
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+async def test_one_that_reads_slowly_stays(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        caller = grpc_port._Caller(GrpcPort(listener, tmp_path / "grpc.sock"))
+        transport = Waiting(1000)
+        caller.transport = cast(asyncio.Transport, transport)
+        caller.pause_writing()
+        for waited in (1000, 600, 599):  # what it had to take at each look, and one byte less at the next
+            transport.num_bytes = waited - 1
+            caller._look(waited)
+            assert not transport.aborted
+        caller._look(transport.num_bytes)
+        assert transport.aborted
+        caller.resume_writing()
 
 
 async def test_pings_pass_while_the_relays_loop_stands_still(tmp_path: Path) -> None:
