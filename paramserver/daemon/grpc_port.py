@@ -220,8 +220,8 @@ class _End(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.other.transport is not None:
-            self.other.transport.write(data)
+        assert self.other.transport is not None
+        self.other.transport.write(data)
 
     def pause_writing(self) -> None:
         if self.other.transport is not None:
@@ -255,6 +255,7 @@ class _Caller(_End):
         self._loop = asyncio.get_running_loop()
         self._connecting: asyncio.Task[None] | None = None
         self._stuck: asyncio.TimerHandle | None = None
+        self._first: bytes | None = b""  # the caller's bytes; None once gRPC's end takes them
         self.other = _End()
         self.other.other = self
         self.address = ""
@@ -267,10 +268,18 @@ class _Caller(_End):
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
         self._port.opened(self)
 
-    def begin(self, sock: socket.socket) -> None:
-        """`sock` is connected to gRPC. Until it has a transport the caller's bytes wait in the kernel."""
+    def data_received(self, data: bytes) -> None:
+        """The first bytes may be here before gRPC's end is. They wait, and no more are read meanwhile. To pause before
+        the first byte would not do: Python 3.11.2, which is Debian's, reads on where `connection_made` has paused."""
+        if self._first is None:
+            super().data_received(data)
+            return
         assert self.transport is not None
+        self._first += data
         self.transport.pause_reading()
+
+    def begin(self, sock: socket.socket) -> None:
+        """`sock` is connected to gRPC."""
         self._connecting = self._loop.create_task(self._begin(sock))
 
     async def _begin(self, sock: socket.socket) -> None:
@@ -284,10 +293,14 @@ class _Caller(_End):
                 return
             raise
         assert self.transport is not None
+        assert self.other.transport is not None
         if self.transport.is_closing():
             self.other.abort()
-        else:
-            self.transport.resume_reading()
+            return
+        assert self._first is not None
+        self.other.transport.write(self._first)
+        self._first = None
+        self.transport.resume_reading()
 
     def pause_writing(self) -> None:
         """The caller does not read. While gRPC's end is held back for it, nobody notices that gRPC has given it up."""

@@ -55,13 +55,15 @@ class Fleet:
     def key(self, role: str) -> str:
         return self.on("gateway", "gateway", "keys", "get", "/data/keys", role).strip()
 
-    def status(self) -> str:
-        return self.on("gateway", "gateway", "status", LAMINAR_API_KEY=self.key("reader"))
-
     def await_version(self, version: int) -> None:
+        """Until the engine serves it. `up` does not wait for the gateway, so first there is no status."""
         deadline = time.monotonic() + SERVES_S
-        while not re.search(rf"^relay:8000 +embedded +serving +{version} ", self.status(), re.MULTILINE):
-            assert time.monotonic() < deadline, self.status() + self.compose("logs", "--no-color", "--tail=50")
+        key = f"LAMINAR_API_KEY={self.key('reader')}"
+        status = ("docker", "exec", "--env", key, "laminar_gateway_1", "gateway", "status")
+        serves = re.compile(rf"^relay:8000 +embedded +serving +{version} ", re.MULTILINE)
+        while not serves.search((found := self.docker.run(*status, check=False)).stdout):
+            said = found.stdout + found.stderr
+            assert time.monotonic() < deadline, said + self.compose("logs", "--no-color", "--tail=50")
             time.sleep(0.5)
 
 

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -127,10 +127,12 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @contextlib.asynccontextmanager
-async def passing(directory: Path, script: Script) -> AsyncIterator[tuple[GrpcPort, int]]:
+async def passing(
+    directory: Path, script: Script, listener: socket.socket | None = None
+) -> AsyncIterator[tuple[GrpcPort, int]]:
     """A port in front of a server that is not gRPC."""
     server = await asyncio.start_unix_server(script, directory / "grpc.sock", limit=1 << 16)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listener or socket.create_server(("127.0.0.1", 0))
     port = GrpcPort(listener, directory / "grpc.sock")
     number = listener.getsockname()[1]
     port.start()
@@ -142,7 +144,13 @@ async def passing(directory: Path, script: Script) -> AsyncIterator[tuple[GrpcPo
 
 
 async def echo_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(await reader.readexactly(len(MUCH)))
+    with contextlib.suppress(asyncio.IncompleteReadError):  # `GrpcPort.start` connects once, and says nothing
+        writer.write(await reader.readexactly(len(MUCH)))
+    writer.close()
+
+
+async def echo_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(await reader.read(5))
     writer.close()
 
 
@@ -153,6 +161,25 @@ async def test_bytes_pass_as_they_are(tmp_path: Path) -> None:
         assert await asyncio.wait_for(reader.read(-1), PATIENCE_S) == MUCH, "what was written before the end, too"
         writer.close()
         await until(lambda: port.statistics().open == 0, "the end")
+
+
+def as_python_3_11_2(transport: Any, fd: int, callback: Callable[[], None]) -> None:
+    """There a transport begins to read after `connection_made`, also one that was paused in it."""
+    if not transport.is_closing():
+        transport._loop._add_reader(fd, callback)
+
+
+async def test_first_bytes_that_are_there_at_once_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncio.selector_events._SelectorTransport._add_reader", as_python_3_11_2)
+    listener = socket.create_server(("127.0.0.1", 0))
+    with contextlib.ExitStack() as stack:
+        callers = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(8)]
+        for caller in callers:
+            caller.sendall(b"hello")
+            caller.setblocking(False)
+        async with passing(tmp_path, echo_first, listener):
+            received = asyncio.gather(*(asyncio.get_running_loop().sock_recv(one, 5) for one in callers))
+            assert await asyncio.wait_for(received, PATIENCE_S) == [b"hello"] * 8
 
 
 async def test_an_end_that_does_not_read_holds_back_the_other(tmp_path: Path) -> None:
