@@ -46,7 +46,9 @@ def digest(*parts: bytes) -> str:
 
 
 def python_tag() -> str:
-    return f"py{sys.version_info.major}{sys.version_info.minor}-{platform.machine()}"
+    """With the patch release: some packages are wanted by a part of those of one minor release (redis wants
+    async-timeout before 3.11.3)."""
+    return f"py{platform.python_version()}-{platform.machine()}"
 
 
 def pip(*arguments: str) -> None:

@@ -1,13 +1,15 @@
 """docs/secured-fleet.md, typed as it stands: from the wheel, in an empty directory, environment and HOME.
 
 pip resolves and installs the dependencies as a user's does, in versions of `requirements.lock`. Ports, and where the
-relays keep their memory, are the test's own. `make test-fleet` runs it.
+relays keep their memory, are the test's own. It is typed twice where the machine's own Python is another release than
+this one: a release may differ in what connections and event loops do. `make test-fleet` runs it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -46,6 +48,9 @@ OF_THE_INDEX = (
 )
 """Beginnings of the variables that say where packages come from: the only ones that the page's shell gets."""
 FAILS_AT_ONCE = "set -Eeu -o pipefail\ntrap 'echo \"failed: $BASH_COMMAND\"' ERR\n"
+MACHINES_OWN = "/usr/bin"
+OLDEST = (3, 11)
+"""Python that the project runs on."""
 LIMIT_S = 3000
 """For all of it: most is pip's."""
 
@@ -70,8 +75,19 @@ class Typed:
         return (self.directory / f"{daemon}.log").read_text(errors="replace")
 
 
-def environment(home: Path) -> dict[str, str]:
-    """Of an empty machine with a package index, and a cache of what pip has downloaded before."""
+def pythons() -> dict[str, Path]:
+    """By release, the folders of the Pythons that the page is typed with: this one, and the machine's own."""
+    found = {platform.python_version(): Path(sys.base_prefix) / "bin"}
+    if shutil.which("python3", path=MACHINES_OWN) is not None:
+        said = subprocess.run([f"{MACHINES_OWN}/python3", "--version"], capture_output=True, text=True, check=True)
+        release = said.stdout.split()[1]
+        if tuple(map(int, release.split(".")[:2])) >= OLDEST:
+            found.setdefault(release, Path(MACHINES_OWN))
+    return found
+
+
+def environment(home: Path, python: Path) -> dict[str, str]:
+    """Of an empty machine with a package index, and a cache of what pip has downloaded before. `python`: its folder."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(OF_THE_INDEX)}
     config = Path(os.environ.get("XDG_CONFIG_HOME", Path.home() / ".config")) / "pip/pip.conf"
     if config.exists():
@@ -81,7 +97,7 @@ def environment(home: Path) -> dict[str, str]:
         "PIP_CACHE_DIR": str(cache),
         **kept,
         "PIP_CONSTRAINT": str(LOCK),
-        "PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin",
+        "PATH": f"{python}:/usr/bin:/bin",
         "HOME": str(home),
         "OMP_NUM_THREADS": "1",
     }
@@ -124,8 +140,9 @@ def run_shell(text: str, directory: Path, env: dict[str, str]) -> tuple[int, str
     return shell.returncode, printed
 
 
-@pytest.fixture(scope="module")
-def typed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
+@pytest.fixture(scope="module", params=pythons().items(), ids=lambda python: python[0])
+def typed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
+    _, python = request.param
     directory, home = tmp_path_factory.mktemp("typed"), tmp_path_factory.mktemp("home")
     pools = Path(tempfile.mkdtemp(prefix="laminar-test-", dir="/dev/shm"))
     try:
@@ -134,7 +151,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
         with KeptPorts() as ports:
             for name, program in zip(PROGRAMS, blocks("python"), strict=True):
                 (directory / name).write_text(with_ports(ports, program))
-            status, printed = run_shell(script(ports, pools), directory, environment(home))
+            status, printed = run_shell(script(ports, pools), directory, environment(home, python))
         print(printed)
         logs = "".join(f"== {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in directory.glob("*.log"))
         assert status == 0, printed[-6000:] + logs
