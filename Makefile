@@ -3,7 +3,8 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 # Tests wait for leases, deadlines and processes, so two workers more than cores keep these busy. Files go out in their
 # order: whole systems first, and the many small files of tests/unit fill the end.
-PARALLEL := -n $$((2 + $$(nproc))) --dist loadfile --no-loadscope-reorder
+CORES := $$(env -u OMP_NUM_THREADS nproc)
+PARALLEL := -n $$((2 + $(CORES))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help env system-packages demo test test-faults soak test-upgrade test-fleet test-alerts test-ui screenshots test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz audit bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu images test-images protos reference dashboards format lock clean
@@ -73,7 +74,7 @@ verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and
 	@$(RUN) -m tests.verl $(ARGS)
 
 quick: env  ## the quick part of the tests (a minute and a half on two cores), a fifth of each property's examples
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not slow" --hypothesis-profile=quick -n $$((1 + $$(nproc))) --dist worksteal $(ARGS)
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not slow" --hypothesis-profile=quick -n $$((1 + $(CORES))) --dist worksteal $(ARGS)
 
 check: env  ## format, lint with bandit's rules and hadolint, strict types, import directions, generated parts fresh, once a day `make audit`; seconds, no tests
 	@$(RUN) -m ruff format --check .
