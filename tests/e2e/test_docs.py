@@ -32,6 +32,7 @@ from protos.access.credentials import CREDENTIALS_VARIABLE
 from protos.access.roles import ROLES
 from tests.support import processes
 from tests.support.fleet import until
+from tests.support.pages import blocks, lines
 from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
 from tests.support.relays import PATIENT
@@ -78,16 +79,6 @@ RUN_ELSEWHERE = {
     ("docs/vllm-trainers.md", "python"): 1,  # `tests/vllm/trainer.py`
     ("docs/verl.md", "python"): 1,  # `tests/verl/program.py`
 }
-
-
-def blocks(page: str, language: str = r"\w+") -> list[str]:
-    text = (ROOT / page).read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
-def lines(block: str) -> list[str]:
-    """The commands of a block, each in one line."""
-    return block.replace("\\\n", "").splitlines()
 
 
 def test_no_page_shows_code_that_no_test_runs() -> None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from paramserver.client import RelayClient
-from tests.e2e.test_docs import blocks
 from tests.e2e.test_publish_stream import read
+from tests.support.pages import blocks
 from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
 from tests.support.tiny_model import tiny_model

@@ -15,8 +15,8 @@ from aiohttp import web
 from gateway.experience.buffer import ExperienceBuffer
 from gateway.store.database import Database
 from protos.errors import InvalidRequest, NotFound
-from tests.e2e.test_docs import blocks
 from tests.support.experience import experience_app
+from tests.support.pages import blocks
 from tests.support.trajectories import make_trajectory
 from trainer_client import AsyncExperienceReader, Batch, ExperienceReader
 

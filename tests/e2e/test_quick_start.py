@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pages import blocks
 from tests.support.ports import KeptPorts
 from tests.support.tiny_model import tiny_model
 
@@ -22,16 +23,12 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PORTS = ("7070", "8000", "8080")
+PAGE = "docs/quick-start.md"
 INSTEAD = {
     "$(python -m deploy.demo.model)": str(tiny_model()),
     "--pool-bytes 3GiB": "--pool-bytes 64MiB --pool-dir $POOLS/relay",
     "gateway status": "gateway status --url http://localhost:8080",
 }
-
-
-def blocks(language: str) -> list[str]:
-    text = (ROOT / "docs/quick-start.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -71,7 +68,7 @@ def run_shell(script: str, directory: Path, pools: Path) -> str:
 
 
 def test_its_programs_are_short_enough_to_copy() -> None:
-    trainer, environment = blocks("python")
+    trainer, environment = blocks(PAGE, "python")
     assert len(trainer.splitlines()) <= 45
     assert len(environment.splitlines()) <= 34
 
@@ -80,11 +77,11 @@ def test_its_commands_run_together_and_train(tmp_path: Path, pools: Path, ports:
     def with_ports(text: str) -> str:
         return re.sub("|".join(PORTS), lambda match: str(ports.of(match[0])), text)
 
-    for program in blocks("python"):
+    for program in blocks(PAGE, "python"):
         name = re.match(r'"""(\w+\.py) ', program)
         assert name is not None
         (tmp_path / name[1]).write_text(with_ports(program))
-    start, run = blocks("sh")
+    start, run = blocks(PAGE, "sh")
     setup, _, start = start.partition("\n")
     assert setup == "make env && . .venv/bin/activate"
     script = f"set -eux\n{start}{run}wait\n"

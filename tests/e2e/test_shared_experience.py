@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.test_docs import blocks, lines
 from tests.support import processes
+from tests.support.pages import blocks, lines
 from tests.support.processes import Daemon
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.words import tokenizer

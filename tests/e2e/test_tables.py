@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from protos.trajectories import Trajectory
-from tests.e2e.test_docs import blocks, lines
 from tests.support import processes
 from tests.support.client_gateways import over_embedded
+from tests.support.pages import blocks, lines
 from tests.support.tiny_model import tiny_model
 from trainer_client import ExperienceReader
 

@@ -25,12 +25,13 @@ import pytest
 
 from deploy.setup_env import LOCK, ROOT, torch_index
 from tests.support import wheels
+from tests.support.pages import blocks
 from tests.support.ports import KeptPorts
 from tests.support.relays import PATIENT
 
 pytestmark = [pytest.mark.slow, pytest.mark.fleet]
 
-PAGE = (ROOT / "docs/secured-fleet.md").read_text()
+PAGE = "docs/secured-fleet.md"
 PROGRAMS = ("model.py", "publish.py", "episode.py", "sample.py")
 """Of the page, in its order."""
 DAEMONS = ("etcd", "relay-0", "relay-1", "engine-0", "engine-1", "gateway")
@@ -55,13 +56,9 @@ LIMIT_S = 3000
 """For all of it: most is pip's."""
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-
-
 def attempts() -> list[tuple[str, str]]:
     """Of the table of what is refused: commands, and what each of them gets."""
-    return re.findall(r"^\| `(.+)` \| (.+) \|$", PAGE, re.MULTILINE)
+    return re.findall(r"^\| `(.+)` \| (.+) \|$", (ROOT / PAGE).read_text(), re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ def environment(home: Path, python: Path) -> dict[str, str]:
 
 def script(ports: KeptPorts, pools: Path) -> str:
     """The page's commands in its order, each of which has to succeed, and before the last ones the attempts."""
-    *parts, stop = blocks("sh")
+    *parts, stop = blocks(PAGE, "sh")
     refused = [
         f"if {command} > attempt-{number}.txt 2>&1; then echo 'attempt {number} was not refused'; exit 1; fi\n"
         for number, (command, _) in enumerate(attempts())
@@ -149,7 +146,7 @@ def typed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         wheel = wheels.built_from_checkout(tmp_path_factory.mktemp("wheel"))
         shutil.copy(wheel, directory)
         with KeptPorts() as ports:
-            for name, program in zip(PROGRAMS, blocks("python"), strict=True):
+            for name, program in zip(PROGRAMS, blocks(PAGE, "python"), strict=True):
                 (directory / name).write_text(with_ports(ports, program))
             status, printed = run_shell(script(ports, pools), directory, environment(home, python))
         print(printed)
