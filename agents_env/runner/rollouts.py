@@ -89,7 +89,9 @@ class Runner(Generic[TaskT]):
             async with asyncio.TaskGroup() as workers:
                 for number in range(self.plan.concurrency):
                     workers.create_task(self._work(), name=f"worker-{number}")
-        except* RunFailed as failures:
+        except ExceptionGroup as failures:  # no `except*`: Python 3.11.2 wraps what is raised in it in a group again
+            if failures.split(RunFailed)[1] is not None:
+                raise
             raise failures.exceptions[0] from None
 
     async def _work(self) -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from gateway.core.types import NO_VERSION, FinishReason, SamplingParams, TopLogprob, Version
 from protos.access.credentials import Credentials
-from protos.access.tls import relays_of
+from protos.access.tls import relays_of, with_true_ends
 from protos.errors import LaminarError
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -204,7 +204,7 @@ Tls = Callable[[], ssl.SSLContext]
 @functools.cache
 def system_tls() -> ssl.SSLContext:
     """By the CAs of this host."""
-    return ssl.create_default_context()
+    return with_true_ends(ssl.create_default_context())
 
 
 def engine_tls(credentials: Credentials | None) -> Tls:

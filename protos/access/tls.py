@@ -89,9 +89,16 @@ def _check(connection: ssl.SSLSocket | ssl.SSLObject, refusal: Refusal) -> None:
         raise PeerRefused(reason)
 
 
+def with_true_ends(context: ssl.SSLContext) -> ssl.SSLContext:
+    """A connection that is cut, by whomever, does not look like one that the peer has ended. Python 3.11.2, which is
+    Debian's, asks OpenSSL to take the one for the other; later ones do not."""
+    context.options &= ~getattr(ssl, "OP_IGNORE_UNEXPECTED_EOF", 0)  # OpenSSL has it since 3.0
+    return context
+
+
 def new_context(material: Material, *, serving: bool) -> ssl.SSLContext:
     """TLS 1.3 alone: both ends are this program."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT)
+    context = with_true_ends(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT))
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     if serving:

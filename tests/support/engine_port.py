@@ -13,6 +13,7 @@ from typing import TypeVar
 from paramserver.data import engine_ports
 from paramserver.data.engine_ports import EnginePort
 from protos.access.credentials import Credentials
+from protos.access.tls import with_true_ends
 from tests.support.scripted_engine import until
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ def address_of(url: str) -> tuple[str, int]:
 
 
 def context_of(holder: Path | None, trusts: Path, most: ssl.TLSVersion | None = None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=str(trusts / "ca.pem"))
+    context = with_true_ends(ssl.create_default_context(cafile=str(trusts / "ca.pem")))
     if holder is not None:
         context.load_cert_chain(holder / "cert.pem", holder / "key.pem")
     if most is not None:

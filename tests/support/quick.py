@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+QUICK = "not slow"
+HEAVY = {"torch", "transformers"}
+"""Packages that take seconds to import, in each worker."""
+BEFORE = pytest.StashKey[set[str]]()
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
@@ -20,9 +25,21 @@ def examples(number: int) -> settings:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file whose tests are all slow is not imported where none of them runs: many bring torch and transformers."""
-    if config.option.markexpr != "not slow" or not collection_path.name.startswith("test_"):
+    if config.option.markexpr != QUICK or not collection_path.name.startswith("test_"):
         return None
     return True if ALL_SLOW.search(collection_path.read_text("utf-8")) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[BEFORE] = HEAVY & sys.modules.keys()
+    return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    brought = (HEAVY & sys.modules.keys()) - item.stash[BEFORE]
+    assert item.config.option.markexpr != QUICK or not brought, f"it imports {sorted(brought)}: mark it slow"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -261,7 +261,7 @@ async def _side_by_side(choices: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(choice) for choice in choices]
-    except* Exception as failed:  # noqa: BLE001 (raised again, without its group)
+    except ExceptionGroup as failed:  # no `except*`: Python 3.11.2 wraps what is raised in it in a group again
         first, *others = failed.exceptions
         for other in others:
             log.warning("a second choice of the same request failed: %r", other)

@@ -150,6 +150,7 @@ def test_both_definitions_stand_in_the_results() -> None:
     assert figures["streams_max_by_counter"].what.startswith("old definition")
 
 
+@pytest.mark.slow
 def test_the_script_is_what_the_gateways_tokenizer_makes_of_the_mock_engines_ids() -> None:
     script = said()
     first = json.dumps("umun{")[1:-1].encode()

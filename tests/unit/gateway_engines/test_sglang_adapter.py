@@ -154,6 +154,7 @@ async def test_a_grammar_that_does_not_compile_is_a_refusal(sampling: dict[str, 
             await found.read(**sampling)
 
 
+@pytest.mark.slow
 async def test_a_load_from_disk_keeps_the_pause_until_it_is_checked(tmp_path: Path) -> None:
     snapshot = seal(tmp_path, 3, tiny_model(seed=3))
     async with scene() as found:
@@ -167,6 +168,7 @@ async def test_a_load_from_disk_keeps_the_pause_until_it_is_checked(tmp_path: Pa
     assert [i for c in chunks for i in c.token_ids] == said(read_directory(snapshot.path), PROMPT, 4)[0]
 
 
+@pytest.mark.slow
 async def test_several_data_parallel_ranks_load_from_disk_though_the_loader_is_there(tmp_path: Path) -> None:
     snapshot = seal(tmp_path, 3, tiny_model(seed=3))
     async with scene(dp_size=2, loaders=(LOADER,)) as found:
@@ -174,6 +176,7 @@ async def test_several_data_parallel_ranks_load_from_disk_though_the_loader_is_t
         assert "/update_weights_from_disk" in found.paths
 
 
+@pytest.mark.slow
 async def test_a_session_that_a_failed_load_left_open_is_ended_first(tmp_path: Path) -> None:
     good, torn = seal(tmp_path / "a", 3, tiny_model(seed=3)), tear(seal(tmp_path / "b", 4, tiny_model(seed=4)))
     async with scene(loaders=(LOADER,), tp_size=2) as found:
@@ -190,6 +193,7 @@ async def test_a_session_that_a_failed_load_left_open_is_ended_first(tmp_path: P
         assert (await found.adapter.limits()).fenced is False
 
 
+@pytest.mark.slow
 async def test_a_restart_during_the_load_is_no_success(tmp_path: Path) -> None:
     """The same label may come from a server that was started with it."""
     snapshot = seal(tmp_path, 3, tiny_model(seed=3))

@@ -31,6 +31,7 @@ def test_a_vocabulary_is_told_from_another(tmp_path: Path) -> None:
     assert codecs.sentencepiece().vocabulary != one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_rendering_equals_transformers(tools: list[dict[str, Any]] | None, add_generation_prompt: bool) -> None:
@@ -43,6 +44,7 @@ def test_rendering_equals_transformers(tools: list[dict[str, Any]] | None, add_g
     assert codecs.tiny().render(CHAT, tools, add_generation_prompt=add_generation_prompt) == expected
 
 
+@pytest.mark.slow
 def test_smollm2_renders_as_transformers() -> None:
     from transformers import AutoTokenizer
 

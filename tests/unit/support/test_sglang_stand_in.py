@@ -101,6 +101,7 @@ async def test_a_request_id_is_taken_once_and_aborted_by_its_beginning() -> None
         assert answer["output_ids"] == said("w0", PROMPT, meta["completion_tokens"])[0]
 
 
+@pytest.mark.slow
 async def test_a_torn_load_leaves_a_mixed_model_under_the_old_label(tmp_path: Path) -> None:
     torn = tear(seal(tmp_path, 3, tiny_model(seed=3)))
     async with stand_in() as (engine, post):
@@ -110,6 +111,7 @@ async def test_a_torn_load_leaves_a_mixed_model_under_the_old_label(tmp_path: Pa
         assert answer["output_ids"] != said("w0", PROMPT, 4)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "flush", "clean"),
     [("retract", True, True), ("retract", False, False), ("in_place", True, False), ("abort", True, True)],
@@ -128,6 +130,7 @@ async def test_kv_of_the_old_weights_shows(mode: str, flush: bool, clean: bool, 
         assert (answer["output_ids"] == new) is clean
 
 
+@pytest.mark.slow
 async def test_an_update_that_does_not_keep_the_pause_ends_it(tmp_path: Path) -> None:
     snapshot = seal(tmp_path, 3, tiny_model(seed=3))
     async with stand_in() as (_, post):
