@@ -135,7 +135,7 @@ class HalfCloser:
         self._writer.write_eof()
 
     async def read(self) -> bytes:
-        """All up to the other end's last word. Raises SSLEOFError where it broke off."""
+        """All up to the other end's last word. Raises SSLError where it broke off."""
         found = b""
         with contextlib.suppress(ssl.SSLZeroReturnError):
             while data := await self._until_done(lambda: self._tls.read(1 << 16)):
