@@ -46,7 +46,7 @@ def test_a_cut_is_no_end_where_python_would_have_it_so(fleet: Path) -> None:
     cutting = new_context(Credentials(fleet / "relay").material, serving=True)
     reading = as_python_3_11_2(new_context(Credentials(fleet / "gateway").material, serving=False))
     assert read_to_the_cut(reading, cutting) == b""
-    with pytest.raises(ssl.SSLError, match="EOF"):  # SSLEOFError since Python 3.11.3
+    with pytest.raises(ssl.SSLError, match="EOF"):  # SSLEOFError in releases after 3.11.2
         read_to_the_cut(with_true_ends(reading), cutting)
 
 
