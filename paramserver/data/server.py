@@ -208,14 +208,9 @@ class DataServer:
                     self._threads.discard(thread)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._mutex:
-            self._threads.add(thread)
-        try:
+        with self._mutex:  # `close` joins what is in the set, and nothing that has not begun can be joined
             thread.start()
-        except BaseException:
-            with self._mutex:
-                self._threads.discard(thread)
-            raise
+            self._threads.add(thread)
 
     def _accept_loop(
         self, listener: socket.socket, admission: Admission, serve: Callable[[socket.socket], None]

@@ -203,6 +203,29 @@ def test_a_cancelled_fetch_ends_without_an_error(make_host: MakeHost) -> None:
     assert result == [False]
 
 
+def test_a_server_ends_while_a_connection_begins(make_host: MakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` waits for threads in any order, and the one of a connection may not have begun yet."""
+    starts, closed = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def late(thread: threading.Thread) -> None:
+        if thread.name == "data-connection":
+            starts.set()
+            closed.wait(0.05)  # `close` goes on meanwhile, or waits for this
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", late)
+    for _ in range(12):
+        starts.clear()
+        closed.clear()
+        host = make_host()
+        address, _, port = host.source.address.rpartition(":")
+        with socket.create_connection((address, int(port))):
+            assert starts.wait(60.0)
+            host.server.close()
+            closed.set()
+
+
 def test_a_cancelled_fetch_does_not_wait_for_a_holder_that_has_no_more(make_host: MakeHost) -> None:
     """Its publisher may take minutes; ALIVE comes meanwhile, so that the link is never silent."""
     upstream, downstream = make_host(), make_host()
