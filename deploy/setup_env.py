@@ -46,8 +46,8 @@ def digest(*parts: bytes) -> str:
 
 
 def python_tag() -> str:
-    """With the patch release: some packages are wanted by a part of those of one minor release (redis wants
-    async-timeout before 3.11.3)."""
+    """With the patch release, since packages may differ between two of one minor release: redis wants async-timeout
+    before 3.11.3."""
     return f"py{platform.python_version()}-{platform.machine()}"
 
 

@@ -32,12 +32,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Notes what is imported before a test and its fixtures, for `pytest_runtest_teardown`."""
     item.stash[BEFORE] = HEAVY & sys.modules.keys()
     return (yield)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """In the quick part a test that has imported one of the heavy packages fails."""
     brought = (HEAVY & sys.modules.keys()) - item.stash[BEFORE]
     assert item.config.option.markexpr != QUICK or not brought, f"it imports {sorted(brought)}: mark it slow"
 
