@@ -5,7 +5,9 @@ Invariants:
   namespace's layout, model and vocabulary are this gateway's; after each loss of the connection it is checked again;
 - a call has landed when it returns. One whose reply was lost is repeated, so every script has to be idempotent;
 - a call waits for `wait_s` at most, and then raises Unavailable: what it was for may have landed all the same;
-- `failure` is the reason why the last call did not get through; empty while they do.
+- `failure` is the reason why the last call did not get through; empty while they do. One that began before the last
+  check says nothing of the Redis as it is now: it sets none;
+- a connection of before a loss carries no call after it: it may have ended without a word.
 
 Keys are `{laminar:NAMESPACE}:ROOM:...`; what a room keeps there is documented with the room.
 """
@@ -153,19 +155,21 @@ class RedisServer:
 
         deadline, retry_s = time.monotonic() + wait_s, RETRY_S
         while True:
+            began = self.connected
             try:
                 if check and self._lost:
                     await self._check_once()
+                    began = self.connected
                 found = await work()
             except (RedisError, OSError) as e:
                 if not _passes(e):
                     raise
-                error: LaminarError = self._unavailable(self._fail(e))
+                error: LaminarError = self._unavailable(self._fail(e, began))
                 cause: Exception = e
             except (InvalidRequest, Conflict) as e:
                 if not self.connected:
                     raise
-                error, cause = self._unavailable(self._fail(e)), e  # it came back as another one: this may be mended
+                error, cause = self._unavailable(self._fail(e, began)), e  # another one came back: this may be mended
             else:
                 if self.failure:
                     log.info("%s answers again", self.address)
@@ -176,10 +180,12 @@ class RedisServer:
             await asyncio.sleep(retry_s)
             retry_s = min(RETRY_MAX_S, 2 * retry_s)
 
-    def _fail(self, error: Exception) -> str:
-        self._lost = True
+    def _fail(self, error: Exception, began: int) -> str:
         self._failed += 1
         failure = str(error) or type(error).__name__
+        if began < self.connected:
+            return failure
+        self._lost = True
         if not self.failure and self.connected:
             log.error("%s: %s; what is to be kept there waits", self.address, failure)
         self.failure = failure
@@ -204,6 +210,7 @@ class RedisServer:
     async def _check_once(self) -> None:
         async with self._checking:
             if self._lost:
+                await self._client.connection_pool.disconnect(inuse_connections=False)
                 await self._check()
 
     @classmethod
@@ -320,6 +327,9 @@ def _client(address: RedisAddress) -> Redis:
         socket_connect_timeout=REPLY_TIMEOUT_S,
         socket_keepalive=True,
         client_name="laminar-gateway",
+        # With RESP 3 the package asks for notices of maintenance, and then hands out connections that the Redis has
+        # closed, such as idle ones beyond its `timeout`.
+        protocol=2,
         retry=Retry(NoBackoff(), 0),  # `RedisServer` repeats, and checks a Redis that came back first
     )
     return Redis.from_pool(pool)

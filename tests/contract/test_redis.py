@@ -91,6 +91,63 @@ async def test_after_kill_9_what_was_acknowledged_is_there_and_calls_wait_for_it
     await server.close()
 
 
+async def test_what_was_connected_before_a_loss_carries_no_call_after_it(redis_servers: Servers) -> None:
+    daemon = redis_servers()
+    server = await connect(daemon.ready["url"])
+    await together(server, wait_s=10)
+    daemon.kill()
+    with pytest.raises(Unavailable):
+        await server.call(GET, "room", wait_s=0)
+    redis_servers()
+    await server.call(GET, "room", wait_s=180)
+    failed = server.statistics().failed
+    await together(server, wait_s=0)
+    assert (server.failure, server.statistics().failed, server.connected) == ("", failed, 2)
+    await server.close()
+
+
+async def test_idle_connections_that_the_redis_closed_are_not_used(redis_servers: Servers) -> None:
+    url = redis_servers().ready["url"]
+    server, other = await connect(url), await connect(url)
+    await together(server, wait_s=10)
+    await other._command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    async with asyncio.timeout(60):
+        while (await other._command("CLIENT", "LIST")).count(b"name=laminar-gateway") > 1:
+            await asyncio.sleep(0.01)
+    await together(server, wait_s=0)
+    assert (server.statistics().failed, server.connected) == (0, 1)
+    for opened in (server, other):
+        await opened.close()
+
+
+async def together(server: RedisServer, wait_s: float) -> None:
+    """Several calls at once, each with a connection of its own."""
+    await asyncio.gather(*(server.call(GET, "room", wait_s=wait_s) for _ in range(4)))
+
+
+async def test_a_call_of_before_a_loss_that_ends_late_says_nothing_of_the_redis_that_came_back(
+    shared_redis: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await connect(shared_redis, namespace=namespace)
+    sent, silent = server._command, asyncio.Event()
+
+    async def answered_too_late(*words: str | bytes | int) -> Any:
+        await silent.wait()
+        raise TimeoutError("no reply")
+
+    monkeypatch.setattr(server, "_command", answered_too_late)
+    early, late = [asyncio.create_task(server.call(GET, "room", wait_s=10)) for _ in range(2)]
+    await asyncio.sleep(0)  # both are sent
+    server._fail(ConnectionResetError("reset"), server.connected)
+    monkeypatch.setattr(server, "_command", sent)
+    assert await server.call(GET, "room") is None
+    assert (server.failure, server.connected) == ("", 2)
+    silent.set()
+    assert await early is await late is None
+    assert (server.failure, server.connected, server.statistics().failed) == ("", 2, 3)
+    await server.close()
+
+
 async def test_one_that_comes_back_less_durable_gets_nothing(redis_servers: Servers) -> None:
     daemon = redis_servers()
     server = await connect(daemon.ready["url"])
