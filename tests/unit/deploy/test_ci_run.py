@@ -15,7 +15,8 @@ from deploy.setup_env import ROOT
 MAKE = """#!/bin/bash
 { echo "make $*"; env; cat "$XDG_CONFIG_HOME/pip/pip.conf"; } >> "$(dirname "$0")/calls"
 mkdir -p "$LAMINAR_CACHE" .venv && head -c 3000000 /dev/zero > "$LAMINAR_CACHE/left"
-[[ $1 != demo ]]
+echo "made $*"
+[[ $1 != demo && $1 != test-fleet ]]
 """
 
 
@@ -25,6 +26,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("bin", "clone/.ci", "clone/.venv", "home/.config/pip"):
         (tmp_path / name).mkdir(parents=True)
     shutil.copy(ROOT / ".ci" / "run", tmp_path / "clone" / ".ci" / "run")
+    subprocess.run(["git", "init", "--quiet", str(tmp_path / "clone")], check=True)
     (tmp_path / "home/.config/pip/pip.conf").write_text("[global]\nextra-index-url = https://index.example/simple\n")
     (tmp_path / "bin" / "make").write_text(MAKE)
     (tmp_path / "bin" / "make").chmod(0o755)
@@ -72,7 +74,9 @@ def test_a_stage_that_fails_fails_the_run_and_stops_no_other(checkout: Path) -> 
     in_room = [stage.replace("${LAMINAR_CI_ROOM:-.}", "ROOM") for stage in stages]
     assert sorted(re.sub(r"/tmp/ci\.\w+", "ROOM", call) for call in calls) == sorted(in_room), "each once"
     assert "make test-faults" in calls, "`make test` leaves these out"
+    assert all(f"\nmade {call.removeprefix('make ')}\n" in done.stdout for call in calls), "what each printed"
     summary = done.stdout.splitlines()[-1]
+    assert re.search(r" \| test-fleet \d+:\d\d FAILED \|", summary)
     assert re.match(r"ci: FAILED in \d+:\d\d \| system-packages \d+:\d\d \| demo \d+:\d\d FAILED \| test \d", summary)
     assert re.search(r"download.*, 3 MiB on disk$", summary)
 
