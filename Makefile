@@ -6,6 +6,8 @@ RUN := .venv/bin/python
 CORES := $$(env -u OMP_NUM_THREADS nproc)
 PARALLEL := -n $$((2 + $(CORES))) --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
+# Packages are installed uncompiled (deploy/setup_env.py): without their bytecode, each process would compile anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help env system-packages demo test test-faults soak test-upgrade test-fleet test-alerts test-ui screenshots test-vllm test-trl trl test-verl verl test-verifiers test-openenv test-integrations quick check sim faultkit fuzz audit bench bench-relay bench-repack bench-learning bench-gateway bench-tools bench-data bench-core bench-gpu images test-images protos reference dashboards format lock clean
 

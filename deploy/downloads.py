@@ -101,6 +101,11 @@ def described(downloads: Downloads) -> str:
     )
 
 
+def pins(downloads: Downloads) -> list[str]:
+    """The requirements that name exactly these packages."""
+    return [f"{file.package}=={file.version}" for file in downloads.files]
+
+
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 

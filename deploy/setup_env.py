@@ -126,7 +126,10 @@ def _install(target: Path, arguments: tuple[str, ...], is_complete: bool) -> Non
     size = "of unknown size: pip does not give it" if found is None else downloads.described(found)
     count = f" {len(found.files)}" if found else ""
     print(f"setup: installing{count} packages into {target} (once, some minutes): {size} ...", flush=True)
-    pip(python, "-m", "pip", "install", *arguments)
+    # What is resolved is not resolved again. Compiling each file of each package would take as long as the rest, and
+    # a tenth of them is imported: Python does it then.
+    exact = arguments if found is None else ("--no-deps", *downloads.pins(found), *torch_index())
+    pip(python, "-m", "pip", "install", "--no-compile", *exact)
 
 
 def thin_environment(shared: Path, venv: Path = VENV, tools: Sequence[str] = TOOLS) -> None:

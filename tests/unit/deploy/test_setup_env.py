@@ -45,7 +45,7 @@ def test_a_disk_without_room_for_what_is_resolved_is_refused(
     assert not any("lock" in arguments for arguments in installed)
 
 
-def test_the_size_is_said_before_pip_installs(
+def test_the_size_is_said_before_pip_installs_what_was_resolved(
     installed: list[tuple[str, ...]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -55,6 +55,15 @@ def test_the_size_is_said_before_pip_installs(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1 << 40))
     setup_env._install(tmp_path, ("--requirement", "lock"), is_complete=True)
     assert "2.4 GiB to download" in capsys.readouterr().out
+    assert installed[-1][-2:] == ("torch==2.13.0", "nvidia-cublas==13"), "what was resolved"
+
+
+def test_without_sizes_pip_resolves_as_it_installs(
+    installed: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(downloads, "resolve", lambda *_: None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 1 << 40))
+    setup_env._install(tmp_path, ("--requirement", "lock"), is_complete=True)
     assert installed[-1][-2:] == ("--requirement", "lock")
 
 
