@@ -20,6 +20,7 @@ from gateway.config import GatewayConfig, parse_engine
 from gateway.redis.address import RedisAddress
 from protos.errors import InvalidRequest, LaminarError, UnsupportedField
 from protos.findings import report_findings
+from protos.imports import uncollected
 from protos.options import (
     DIRECTORY,
     LOG_LEVEL,
@@ -268,8 +269,9 @@ def top(url: str, once: bool) -> None:
 
 
 async def _serve(config: GatewayConfig, ready_file: Path | None) -> None:
-    from gateway.app import DRAIN_TIMEOUT_S, start
-    from gateway.runtime.garbage import collect_regularly
+    with uncollected():
+        from gateway.app import DRAIN_TIMEOUT_S, start
+        from gateway.runtime.garbage import collect_regularly
 
     gateway = await start(config)
     collector = asyncio.create_task(collect_regularly(lambda: bool(gateway.sessions.running)), name="garbage")

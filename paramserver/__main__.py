@@ -2,12 +2,14 @@
 
 import os
 
+from protos.imports import uncollected
+
 
 def main() -> None:
     """Sets what gRPC reads when it is imported, or strangers could fill the log: a line for each failed handshake."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from paramserver.cli import main as command
-
+    with uncollected():
+        from paramserver.cli import main as command
     command()
 
 

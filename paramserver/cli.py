@@ -25,6 +25,7 @@ from paramserver.membership import LocalEtcd
 from protos.access.credentials import CREDENTIALS_VARIABLE, credentials_in
 from protos.access.etcd import EtcdAccess
 from protos.errors import InvalidRequest, LaminarError, Unavailable
+from protos.imports import uncollected
 from protos.options import (
     DIRECTORY,
     LOG_LEVEL,
@@ -132,7 +133,8 @@ def serve(
 
 
 async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
-    from paramserver.daemon.process import open_credentials, serve
+    with uncollected():
+        from paramserver.daemon.process import open_credentials, serve
 
     credentials = open_credentials(config)  # before an etcd of its own starts
     if not config.etcd and (config.etcd_access.etcd_cacert or config.etcd_access.etcd_user):

@@ -18,6 +18,7 @@ from gateway.core.dtypes import SERVING, TRAINING, Choice, Dtype, table
 from gateway.engines.embedded.config import EngineConfig
 from protos.access.listening import check_listening, warn_insecure
 from protos.errors import LaminarError
+from protos.imports import uncollected
 from protos.options import LOG_LEVEL, PORT, config_from, config_options, log_format_option
 from protos.process import cannot_listen, setup_logging, write_ready_file
 from protos.telemetry import options as telemetry_options
@@ -149,13 +150,14 @@ def check_free(host: str, port: int) -> None:
 async def _serve_until(
     stop: asyncio.Event, config: EngineConfig, host: str, port: int, ready_file: Path | None, telemetry: Telemetry
 ) -> None:
-    from aiohttp import web
+    with uncollected():
+        from aiohttp import web
 
-    from gateway.engines.embedded.compute.selfcheck import check_invariance
-    from gateway.engines.embedded.engine import Engine
-    from gateway.engines.embedded.server import make_app
-    from gateway.engines.embedded.service import EngineService
-    from gateway.engines.embedded.text import Text
+        from gateway.engines.embedded.compute.selfcheck import check_invariance
+        from gateway.engines.embedded.engine import Engine
+        from gateway.engines.embedded.server import make_app
+        from gateway.engines.embedded.service import EngineService
+        from gateway.engines.embedded.text import Text
 
     text = Text(config.model)
     engine = Engine(config)

@@ -20,8 +20,9 @@ from gateway.engines.embedded.batching.scheduler import Scheduler, SchedulerCoun
 from gateway.engines.embedded.batching.sequence import Delta, FinishReason, GenerationRequest, Sequence, Token
 from gateway.engines.embedded.compute.attention import Span
 from gateway.engines.embedded.compute.kv import KvMemory
-from gateway.engines.embedded.compute.model import DecoderModel, ModelShape, read_shape
+from gateway.engines.embedded.compute.model import DecoderModel
 from gateway.engines.embedded.compute.sampling import SamplingRow, sample
+from gateway.engines.embedded.compute.shape import ModelShape, read_shape
 from gateway.engines.embedded.compute.weights import Snapshot
 from gateway.engines.embedded.config import INVARIANT_ROWS, EngineConfig
 from protos.errors import InvalidRequest, LaminarError

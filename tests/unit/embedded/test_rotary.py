@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig, Qwen2Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from gateway.engines.embedded.compute.model import ROPE_TYPES, DecoderModel, read_shape
+from gateway.engines.embedded.compute.model import DecoderModel
+from gateway.engines.embedded.compute.shape import ROPE_TYPES, read_shape
 
 pytestmark = pytest.mark.slow  # the models of transformers take seconds to import
 
@@ -44,7 +45,7 @@ def test_they_are_those_of_transformers(tmp_path: Path, family: Any, rope_type: 
     )
     config.save_pretrained(tmp_path)
     shape, half = read_shape(tmp_path), HEAD_DIM // 2
-    cos, sin = LlamaRotaryEmbedding(shape.hf_config)(torch.empty(0), torch.arange(CONTEXT)[None])
+    cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0), torch.arange(CONTEXT)[None])
     signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
     for dtype in (torch.float32, torch.bfloat16):
         model = DecoderModel(shape, dtype, torch.device("cpu"), CONTEXT)

@@ -1,19 +1,16 @@
 """The forward pass of the Llama and Qwen2 families, over fused and packed weights.
 
-Configuration and rotary frequencies come from `transformers`; the layers are our own because `transformers`' loop
-spends most of a small model's step outside the matrix products. Rounding follows `transformers`: norms in float32,
-rotary tables in the model's dtype.
+The layers are our own because `transformers`' loop spends most of a small model's step outside the matrix products.
+Rounding follows `transformers`: norms in float32, rotary tables in the model's dtype.
 
-Names follow the checkpoint: `layout` lists every tensor that a snapshot must hold, with its shape, and `load` takes
-them by those names, layer by layer, so that at most one layer is alive twice.
+Names follow the checkpoint: `ModelShape.layout` lists every tensor that a snapshot must hold, with its shape, and
+`load` takes them by those names, layer by layer, so that at most one layer is alive twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -21,117 +18,11 @@ import torch.nn.functional as F  # noqa: N812
 from gateway.engines.embedded.compute.attention import AttentionPlan, Span
 from gateway.engines.embedded.compute.kv import KvMemory
 from gateway.engines.embedded.compute.linear import Linear
+from gateway.engines.embedded.compute.shape import ModelShape
 from protos.errors import InvalidRequest
-
-FAMILIES = ("llama", "qwen2")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary scalings whose tables do not depend on the length in use."""
 
 Tensors = Callable[[str], torch.Tensor]
 """Returns a checkpoint tensor by name, in any float dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The fields of config.json that the forward pass needs."""
-
-    family: str
-    vocab: int
-    hidden: int
-    intermediate: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    tied: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    context: int
-    """max_position_embeddings."""
-    eos_ids: frozenset[int]
-    hf_config: Any = field(repr=False, compare=False)
-
-    @property
-    def layout(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of a checkpoint."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
-
-        def linear(name: str, rows: int, columns: int, bias: bool) -> None:
-            shapes[f"{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{name}.bias"] = (rows,)
-
-        for layer in range(self.num_layers):
-            at = f"model.layers.{layer}"
-            shapes[f"{at}.input_layernorm.weight"] = (self.hidden,)
-            linear(f"{at}.self_attn.q_proj", q, self.hidden, self.qkv_bias)
-            linear(f"{at}.self_attn.k_proj", kv, self.hidden, self.qkv_bias)
-            linear(f"{at}.self_attn.v_proj", kv, self.hidden, self.qkv_bias)
-            linear(f"{at}.self_attn.o_proj", self.hidden, q, self.o_bias)
-            shapes[f"{at}.post_attention_layernorm.weight"] = (self.hidden,)
-            linear(f"{at}.mlp.gate_proj", self.intermediate, self.hidden, self.mlp_bias)
-            linear(f"{at}.mlp.up_proj", self.intermediate, self.hidden, self.mlp_bias)
-            linear(f"{at}.mlp.down_proj", self.hidden, self.intermediate, self.mlp_bias)
-        shapes["model.norm.weight"] = (self.hidden,)
-        if not self.tied:
-            shapes["lm_head.weight"] = (self.vocab, self.hidden)
-        return shapes
-
-
-def read_shape(directory: Path) -> ModelShape:
-    """The shape that `directory`'s config.json describes; InvalidRequest when we cannot run it."""
-    from transformers import AutoConfig, GenerationConfig
-
-    if not (directory / "config.json").is_file():
-        raise InvalidRequest(
-            f"{directory} is not a model directory: it has no config.json",
-            hint="give a directory with config.json, *.safetensors and tokenizer.json, as save_pretrained writes it",
-        )
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as e:
-        raise InvalidRequest(f"{directory}/config.json cannot be read: {e}") from e
-    _refuse_unsupported(config)
-    eos = config.eos_token_id
-    if (directory / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
-    llama = config.model_type == "llama"
-    return ModelShape(
-        family=config.model_type,
-        vocab=config.vocab_size,
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        norm_eps=config.rms_norm_eps,
-        tied=config.tie_word_embeddings,
-        qkv_bias=config.attention_bias if llama else True,
-        o_bias=config.attention_bias if llama else False,
-        mlp_bias=config.mlp_bias if llama else False,
-        context=config.max_position_embeddings,
-        eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
-        hf_config=config,
-    )
-
-
-def _refuse_unsupported(config: Any) -> None:
-    if config.model_type not in FAMILIES:
-        raise InvalidRequest(
-            f"model_type {config.model_type!r} is not supported by the embedded engine",
-            hint=f"it runs {' and '.join(FAMILIES)}; serve others with vLLM or SGLang",
-        )
-    if config.hidden_act != "silu":
-        raise InvalidRequest(f"hidden_act {config.hidden_act!r} is not supported", hint="only silu is")
-    if getattr(config, "use_sliding_window", False):
-        raise InvalidRequest("sliding-window attention is not supported", hint="set use_sliding_window to false")
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise InvalidRequest(f"rope_type {rope_type!r} is not supported", hint=f"one of {', '.join(ROPE_TYPES)} is")
 
 
 @dataclass(slots=True)
@@ -246,16 +137,19 @@ class DecoderModel:
 def _rotary_frequencies(shape: ModelShape) -> tuple[torch.Tensor, float]:
     """Inverse frequencies, `[head_dim / 2]`, and the factor of cosines and sines.
 
-    Scaled ones come from `transformers`; unscaled ones are made here, as its module that has them takes two seconds of
-    processor time to import.
+    Scaled ones come from `transformers`; unscaled ones are made here, as it takes seconds of processor time to import.
     """
+    if shape.rope_type == "default":
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        return 1.0 / shape.rope_theta**exponents, 1.0
+    from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = shape.hf_config.rope_parameters
-    if rope["rope_type"] == "default":
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        return 1.0 / rope["rope_theta"] ** exponents, 1.0
-    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](shape.hf_config)
+    try:
+        config = AutoConfig.from_pretrained(shape.directory, local_files_only=True)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[shape.rope_type](config)
+    except (OSError, ValueError, KeyError) as e:
+        raise InvalidRequest(f"{shape.directory}/config.json cannot be read: {e}") from e
     return frequencies, factor
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 
 from gateway.core.dtypes import SERVING, Choice, Dtype, Figure, Work, choose
 from gateway.engines.embedded.compute.linear import Linear
-from gateway.engines.embedded.compute.model import read_shape
+from gateway.engines.embedded.compute.shape import read_shape
 from protos.process import usable_cores
 
 DECODE_ROWS = 8
