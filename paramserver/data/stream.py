@@ -1,6 +1,7 @@
 """Copying large pieces of memory beside the caches and digesting them on the way, by the library made of `stream.c`.
 
-Where that is missing, or does not fit the processor, numpy copies and xxhash digests, block by block.
+Where that is missing, or does not fit the processor, numpy copies and xxhash digests, block by block. Numpy is imported
+by the first copy: it is a fifth of a relay's start, and most relays receive from sockets alone.
 Invariants: target and pieces do not overlap; other threads run meanwhile; when a call returns, every byte is visible to
 any thread or process that sees something written after it.
 """
@@ -11,10 +12,12 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import xxhash
+
+if TYPE_CHECKING:
+    import numpy as np
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,8 @@ def copy(target: memoryview, chunks: Sequence[Sequence[memoryview]]) -> list[byt
     Returns the digest of each as it was read. Several at once cost less: after a chunk the caches hold nothing of
     Python's, and what is done between two takes some 50 µs.
     """
+    import numpy as np
+
     if _copy is not None and len(target) >= STREAM_BYTES_MIN:
         to, of = np.frombuffer(target, np.uint8), [np.frombuffer(piece, np.uint8) for one in chunks for piece in one]
         sizes = np.array([piece.nbytes for piece in of], np.uintp)
@@ -81,6 +86,8 @@ def _address(array: np.ndarray[tuple[int], np.dtype[np.generic]]) -> int:
 
 def through_caches(target: memoryview, pieces: Sequence[memoryview]) -> bytes:
     """Copies one chunk like `copy`, to a target that is read soon."""
+    import numpy as np
+
     hasher, at = xxhash.xxh3_128(), 0
     for piece in pieces:
         for start in range(0, len(piece), BLOCK_BYTES):
