@@ -229,15 +229,20 @@ class MemberLease:
             await self._note_taken()
 
     async def _note_taken(self) -> None:
-        """Logs that another process registered under this name: once for each such process."""
+        """Logs that another process registered under this name: once for each such process. A registration of this one
+        is none: `adopt` made it meanwhile, or its reply was lost, and it ends with its lease."""
         found = await self._registry.list(keys.member_key(self.member.name))
         other = next((e.value for e in found.entries if e.key == keys.member_key(self.member.name)), None)
         if other is None:  # gone again: the next try takes the name
             return
         try:
-            address = decode_json(other, Member).grpc_address
+            found_member = decode_json(other, Member)
         except msgspec.MsgspecError:
             address = "an unknown address"
+        else:
+            if found_member.instance == self.member.instance:
+                return
+            address = found_member.grpc_address
         taken_by = f"the name {self.member.name} was taken by another relay, at {address}, while this one had no lease"
         if taken_by != self._taken_by:
             log.error("%s; this one is no member until that one ends", taken_by)

@@ -468,6 +468,52 @@ async def test_an_adoption_whose_registration_was_lost_is_done_by_the_next_try(w
         await a.adopt()
 
 
+async def test_an_adoption_beside_a_renewal_of_the_lease_is_not_taken_for_another_relay(world: World) -> None:
+    a = await world.lease("a", ttl_s=5.0)
+    other = MemoryStore(world.clock)
+    await MemoryRegistry(other).transact([], [Put(keys.STORE, b"new")])
+    world.store.keys, world.store.leases = other.keys, {}
+    asked, answer, keep_alive = asyncio.Event(), asyncio.Event(), a._registry.keep_alive
+
+    async def answers_late(lease: int) -> bool:
+        found = await keep_alive(lease)
+        asked.set()
+        await answer.wait()
+        return found
+
+    a._registry.keep_alive = answers_late  # type: ignore[method-assign]
+    renewal = asyncio.create_task(a._keep_once())  # of the lease in the store that is gone
+    await asked.wait()
+    a._registry.keep_alive = keep_alive  # type: ignore[method-assign]
+    assert await a.adopt() == "new"
+    answer.set()
+    await renewal
+    assert a.trouble == ""
+    assert await keep_alive(a.lease_id)
+
+
+async def test_a_registration_whose_reply_was_lost_is_not_taken_for_another_relay(world: World) -> None:
+    a = await world.lease("a", ttl_s=5.0)
+    world.clock.now += 10.0
+    transact = a._registry.transact
+
+    async def loses_the_reply(guards: Sequence[Guard], writes: Sequence[Write]) -> Outcome:
+        outcome = await transact(guards, writes)
+        if any(write.key == keys.member_key("a") for write in writes):
+            raise Unavailable("no answer")
+        return outcome
+
+    a._registry.transact = loses_the_reply  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        await a._keep_once()
+    a._registry.transact = transact  # type: ignore[method-assign]
+    await a._keep_once()
+    assert not a.name_taken, "it is its own"
+    world.clock.now += 10.0
+    await a._keep_once()
+    assert await a._registry.keep_alive(a.lease_id)
+
+
 async def test_an_adoption_that_fails_after_it_knows_the_store_records_the_earlier_one_at_the_next_try(
     world: World,
 ) -> None:
