@@ -126,8 +126,8 @@ def _install(target: Path, arguments: tuple[str, ...], is_complete: bool) -> Non
     size = "of unknown size: pip does not give it" if found is None else downloads.described(found)
     count = f" {len(found.files)}" if found else ""
     print(f"setup: installing{count} packages into {target} (once, some minutes): {size} ...", flush=True)
-    # What is resolved is not resolved again. Compiling each file of each package would take as long as the rest, and
-    # a tenth of them is imported: Python does it then.
+    # What is resolved is not resolved again. Compiling every file of every package would take nearly as long as the
+    # rest, and most are never imported: Python compiles those that are.
     exact = arguments if found is None else ("--no-deps", *downloads.pins(found), *torch_index())
     pip(python, "-m", "pip", "install", "--no-compile", *exact)
 

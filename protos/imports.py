@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No collection within; what is made within, and before, is never looked at by a later one."""
+    """Garbage is not collected within. Objects made before its end are left out of all later collections."""
     gc.disable()
     try:
         yield

@@ -67,7 +67,7 @@ class TrainingScene:
     def run(self, command: Sequence[str]) -> list[str]:
         """Runs `python COMMAND` in the trainer's environment to its end, and returns the lines that it printed."""
         offline = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        # Ray's workers are nice to everything else by default: beside a busy loop they stand still.
+        # Ray starts its workers with a nice value of 15: beside a busy loop they hardly run.
         offline["RAY_worker_niceness"] = "0"
         log_path = self.directory / "trainer.log"
         with log_path.open("wb") as log:
