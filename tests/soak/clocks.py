@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-SLEEP = Path(__file__).with_name("clock_nanosleep.c")
+WAITS = Path(__file__).with_name("monotonic_waits.c")
 SHARED = Path("/dev/shm")
 LIBRARIES = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
 
@@ -21,10 +21,10 @@ def missing() -> str:
 
 def preload(directory: Path) -> str:
     """What LD_PRELOAD has to be, with what is compiled for it in `directory`."""
-    sleep = directory / "clock_nanosleep.so"
-    if not sleep.exists():
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(sleep), str(SLEEP)], check=True)
-    return f"{sleep}:{LIBRARIES[0]}"
+    waits = directory / "monotonic_waits.so"
+    if not waits.exists():
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(waits), str(WAITS), "-ldl"], check=True)
+    return f"{waits}:{LIBRARIES[0]}"
 
 
 def environment(directory: Path, clock: Path) -> Mapping[str, str]:
