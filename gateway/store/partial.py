@@ -200,7 +200,7 @@ class PartialResponsePool:
         self, session_id: SessionId, turn_id: TurnId, head: Message, messages: Sequence[Message]
     ) -> None:
         """Records the messages of the turn's ids; on disk when this returns."""
-        row = turn_id, session_id, msgspec.msgpack.encode(head), msgspec.msgpack.encode(messages)
+        row = msgspec.msgpack.encode(head), msgspec.msgpack.encode(messages), session_id, turn_id
         self._changed().messages.append(row)
         await self.flush()
 

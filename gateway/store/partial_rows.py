@@ -90,7 +90,7 @@ class Unwritten:
     segments: list[tuple[TurnId, int, bytes]] = field(default_factory=list)
     ended: list[tuple[Outcome, int | None, float, int, TurnId]] = field(default_factory=list)
     seen: list[tuple[int | None, TurnId]] = field(default_factory=list)
-    messages: list[tuple[TurnId, SessionId, bytes, bytes]] = field(default_factory=list)
+    messages: list[tuple[bytes, bytes, SessionId, TurnId]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.tokens or self.begun or self.segments or self.ended or self.seen or self.messages)
@@ -108,7 +108,7 @@ class Unwritten:
         for seen in self.seen:
             found[seen[-1]].seen.append(seen)
         for messages in self.messages:
-            found[messages[0]].messages.append(messages)
+            found[messages[-1]].messages.append(messages)
         return found
 
 
@@ -169,8 +169,8 @@ def write(connection: sqlite3.Connection, taken: Unwritten) -> None:
     # Only of turns that are kept: a client may read or leave an answer after its session was forgotten.
     if taken.messages:
         connection.executemany(
-            "INSERT OR REPLACE INTO turn_messages(turn_id, session_id, head, messages)"
-            " SELECT turn_id, session_id, ?3, ?4 FROM turns WHERE turn_id=?1 AND session_id=?2",
+            "INSERT OR REPLACE INTO turn_messages(head, messages, session_id, turn_id)"
+            " SELECT ?, ?, session_id, turn_id FROM turns WHERE session_id=? AND turn_id=?",
             taken.messages,
         )
     if taken.seen:
