@@ -173,7 +173,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--agents", type=int, default=usual.agents, help="sessions at once of each of two runners")
     parser.add_argument("--pause-s", type=float, default=usual.pause_s, help="of an agent between two sessions")
     parser.add_argument("--publish-s", type=float, default=usual.publish_s, help="from one version to the next")
-    parser.add_argument("--keep", type=Path, help="directory for logs and journals, which are removed otherwise")
+    parser.add_argument("--keep", type=Path, help="directory for logs and journals; default: kept only of a run that failed")
     options = parser.parse_args()
     if options.hours:
         options.minutes = options.hours * 60
@@ -190,13 +190,11 @@ def main() -> int:
         directory = Path(scratch) / "fleet"
         say(f"seed {options.seed}, {options.minutes:g} minutes; logs in {directory}")
         status = asyncio.run(soak(options, directory, can_mount=not cannot_mount))
-        if options.keep is not None:
-            shutil.copytree(
-                directory,
-                options.keep,
-                dirs_exist_ok=True,
-                ignore=shutil.ignore_patterns("disks", "etcd", "credentials*"),
-            )
+        if options.keep is not None or status:
+            kept = options.keep or Path(tempfile.mkdtemp(prefix="soak-failed-"))
+            left_out = shutil.ignore_patterns("disks", "etcd", "credentials*")
+            shutil.copytree(directory, kept, dirs_exist_ok=True, ignore=left_out)
+            say(f"logs and journals are kept in {kept}")
     return status
 
 
