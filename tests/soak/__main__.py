@@ -173,7 +173,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--agents", type=int, default=usual.agents, help="sessions at once of each of two runners")
     parser.add_argument("--pause-s", type=float, default=usual.pause_s, help="of an agent between two sessions")
     parser.add_argument("--publish-s", type=float, default=usual.publish_s, help="from one version to the next")
-    parser.add_argument("--keep", type=Path, help="directory for logs and journals; default: kept only of a run that failed")
+    parser.add_argument(
+        "--keep", type=Path, help="directory for logs and journals; default: kept only of a run that failed"
+    )
     options = parser.parse_args()
     if options.hours:
         options.minutes = options.hours * 60
