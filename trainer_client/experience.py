@@ -3,6 +3,7 @@
 Invariants:
 - a batch is leased, not taken: an acknowledged batch is removed, one that is given back may be sampled again at once,
   and any other returns to the buffer when its lease ends. So a trainer that dies in a step loses nothing;
+- a batch whose answer was lost, or that nobody waits for any more, is given back once the gateway answers;
 - each batch of `batches` ends once: it is acknowledged when the loop asks for the next one and given back when the
   loop is left, unless the caller did either before;
 - every request has a deadline: the requested wait plus `timeout_s`;
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
@@ -26,8 +28,9 @@ from protos.decoding import decode_json
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, Unavailable
 from protos.packed import Damaged, Offer
 from trainer_client.batches import ACCEPTED, Batch, batch_of
-from trainer_client.gateway_http import WRONG_SERVER, download, request
+from trainer_client.gateway_http import WRONG_SERVER, NoAnswer, download, request
 from trainer_client.loop import AsyncClient, SyncClient
+from trainer_client.unanswered import Unanswered
 from trainer_client.wanted import (
     LEASE_S,
     WAIT_S,
@@ -105,6 +108,7 @@ class AsyncExperienceReader(AsyncClient):
         self.trainer_version = trainer_version
         self._leased: dict[str, Batch] = {}  # batches that loops over `batches` hold now
         self._return_lock = asyncio.Lock()
+        self._unanswered = Unanswered(self._release)
         self._answered = False  # a gateway has answered at that address before
         self._url = gateway.rstrip("/")
         self._timeout_s = timeout_s
@@ -116,6 +120,7 @@ class AsyncExperienceReader(AsyncClient):
         """Gives back the batches that loops over `batches` still hold."""
         for batch in list(self._leased.values()):
             await self._return(batch)
+        await self._unanswered.close()
         async with self._return_lock:  # waits for a loop that was left and gives its batch back now
             await self._http.aclose()
 
@@ -131,14 +136,19 @@ class AsyncExperienceReader(AsyncClient):
             return await self._choose(wanted, choose)
         self._check_open()
         body = sample_request(self.reader, self.trainer_version, wanted, self.rank, self._num_ranks)
-        answer = await download(
-            self._url,
-            "/experience/sample",
-            body=msgspec.json.encode(body),
-            accept=ACCEPTED,
-            timeout_s=body["wait_s"] + self._timeout_s,
-            credentials=self._credentials,
-        )
+        lease_id = f"lease-{secrets.token_hex(8)}"
+        try:
+            answer = await download(
+                self._url,
+                f"/experience/sample?lease_id={lease_id}",
+                body=msgspec.json.encode(body),
+                accept=ACCEPTED,
+                timeout_s=body["wait_s"] + self._timeout_s,
+                credentials=self._credentials,
+            )
+        except (NoAnswer, asyncio.CancelledError):
+            self._unanswered.add(lease_id, body["lease_s"])
+            raise
         bound = None
         if wanted.get("strategy") == "staleness_bounded":
             bound = (body["trainer_version"], wanted["staleness_max"])
@@ -168,8 +178,11 @@ class AsyncExperienceReader(AsyncClient):
         """
         if not batch.lease_id:
             return
-        await self._post("/experience/release", {"lease_id": batch.lease_id}, timeout_s=GIVE_BACK_S)
+        await self._release(batch.lease_id)
         self._leased.pop(batch.lease_id, None)
+
+    async def _release(self, lease_id: str) -> None:
+        await self._post("/experience/release", {"lease_id": lease_id}, timeout_s=GIVE_BACK_S)
 
     async def rows(self) -> list[Offer]:
         """What waits for a trainer, without its tokens, in the order of finishes."""
@@ -307,8 +320,7 @@ class AsyncExperienceReader(AsyncClient):
         return batch
 
     async def _sample_again(self, wanted: Wanted) -> Batch:
-        """`sample`, retried while a gateway that has answered before is away. A batch whose response was lost returns
-        to the buffer when its lease ends."""
+        """`sample`, retried while a gateway that has answered before is away."""
         deadline = time.monotonic() + AWAY_PATIENCE_S
         while True:
             try:
@@ -345,7 +357,7 @@ class AsyncExperienceReader(AsyncClient):
             await asyncio.sleep(AWAY_RETRY_S)
 
     async def _return(self, batch: Batch) -> None:
-        """Gives `batch` back; if that fails, its lease ends by itself."""
+        """Gives `batch` back: now, or in the background once the gateway answers."""
         async with self._return_lock:
             if self._leased.pop(batch.lease_id, None) is None:
                 return
@@ -353,6 +365,9 @@ class AsyncExperienceReader(AsyncClient):
                 await self.give_back(batch)
             except NotFound as error:
                 log.info("%s had ended: %s", batch.lease_id, error)
+            except Unavailable as error:
+                log.info("%s is given back later: %s", batch.lease_id, error)
+                self._unanswered.add(batch.lease_id, LEASE_S)
             except LaminarError as error:
                 log.warning("a batch of %d comes back when its lease ends: %s", len(batch), error)
 

@@ -30,6 +30,10 @@ _EVENTS = (h11.InformationalResponse, h11.Response, h11.Data, h11.EndOfMessage)
 """Those of an answer; the others mean that h11 waits for more, or for nothing any more."""
 
 
+class NoAnswer(Unavailable):
+    """The request was sent, and its answer did not come, or not whole: what came of it is in doubt."""
+
+
 class _ErrorBody(msgspec.Struct):
     message: str
     code: str | None = None
@@ -78,7 +82,8 @@ async def download(
     url: str, path: str, *, body: bytes, accept: str, timeout_s: float, credentials: Mapping[str, str] | None = None
 ) -> memoryview:
     """The answer's body to a POST of `body` (JSON), read-only. Has a connection of its own. `timeout_s`: how long the
-    gateway may be silent. `credentials`: the header of `protos.access.bearer`. Raises LaminarError like `request`."""
+    gateway may be silent. `credentials`: the header of `protos.access.bearer`. Raises LaminarError like `request`, and
+    NoAnswer once there was a connection."""
     try:
         target = httpx.URL(url + path)
     except httpx.InvalidURL as error:
@@ -86,6 +91,7 @@ async def download(
     if target.scheme not in ("http", "https") or not target.host:
         raise InvalidRequest(f"gateway address {url!r} begins with neither http:// nor https://", hint=ADDRESS)
     answer = _Answer()
+    failed: type[Unavailable] = Unavailable
     try:
         async with asyncio.timeout(timeout_s) as limit:
             loop = asyncio.get_running_loop()
@@ -100,6 +106,7 @@ async def download(
             secure = httpx.create_ssl_context() if target.scheme == "https" else None
             port = target.port or (80 if secure is None else 443)
             await loop.create_connection(lambda: exchange, target.host, port, ssl=secure)
+            failed = NoAnswer
             try:
                 await exchange.ended
             finally:
@@ -107,7 +114,7 @@ async def download(
     except (OSError, h11.RemoteProtocolError) as error:
         silent = isinstance(error, TimeoutError) and not str(error)
         reason = f"it was silent for {timeout_s:g} s" if silent else str(error) or type(error).__name__
-        raise Unavailable(f"no answer from the gateway at {url}: {reason}", hint=ADDRESS) from error
+        raise failed(f"no answer from the gateway at {url}: {reason}", hint=ADDRESS) from error
     if answer.status >= 400:
         raise error_of(httpx.Response(answer.status, headers=answer.headers, content=bytes(answer.body)), url)
     return answer.body.toreadonly()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -44,6 +45,8 @@ USES_MAX = 1000
 DIGITS_MAX = 15
 READER_MAX = 256
 """Characters of a reader's name."""
+LEASE_NAME_MAX = 128
+LEASE_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{LEASE_NAME_MAX}}}", re.ASCII)
 PIECE_BYTES = 1 << 18
 """Of a batch, sent at once."""
 Some = Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)]
@@ -192,6 +195,7 @@ class _Handlers:
 
     async def sample(self, request: web.Request) -> web.StreamResponse:
         wanted = _checked(decode(_sample, await request.read()), self._deps.fleet.state.newest)
+        lease_id = _lease_name(request.query)
         if wanted.session_ids is None:
             self._deps.trainer.requested(
                 (wanted.trajectories or (wanted.groups or 0) * (wanted.group_size or 0)) * wanted.num_ranks,
@@ -219,6 +223,7 @@ class _Handlers:
             strategy=wanted.strategy,
             uses_max=wanted.uses_max,
             whole=wanted.num_ranks > 1,
+            lease_id=lease_id,
         )
         self._deps.trainer.took(wanted.trainer_version, sampled.entries)
         accept = request.headers.get("Accept", "")
@@ -274,6 +279,16 @@ class _Handlers:
         buffer, behind = self._deps.buffer, self._deps.trainer.staleness
         staleness = StalenessStatistics(behind.generation, behind.finish, behind.use)
         return answer_json(ExperienceStatistics(buffer.statistics(), staleness, buffer.sampled_statistics()))
+
+
+def _lease_name(given: Mapping[str, str]) -> str:
+    """Not a field of the body: a gateway that does not know the name passes over it, and names the lease itself."""
+    name = given.get("lease_id", "")
+    if "lease_id" in given and not LEASE_NAME.fullmatch(name):
+        raise BadField(
+            "lease_id", "`lease_id` is no name for a lease", hint=f"1 to {LEASE_NAME_MAX} of a-z, A-Z, 0-9, . _ and -"
+        )
+    return name
 
 
 def _number(name: str, given: Mapping[str, str], default: int) -> int:

@@ -25,6 +25,7 @@ from gateway.api.admin import (
 from gateway.api.anthropic.bodies import CountTokensRequest, MessagesRequest
 from gateway.api.anthropic.schema import MessageAnswer, TokenCount
 from gateway.api.experience import (
+    LEASE_NAME,
     MSGPACK,
     TRAJECTORIES_MAX,
     AckAnswer,
@@ -155,6 +156,10 @@ _AFTER_ROW = _number("Rows with a higher number; `next_after` of the response be
 _AFTER_EVENT = _number("Events with a higher `seq`; `next` of the response before. Default: 0, from the oldest kept.")
 _AFTER_RESULT = _number("Results after this one; `next` of the response before. Default: 0, from the oldest kept.")
 _LEASED = _number("1: also trajectories that readers have under a lease. Default: 0.")
+_LEASE_NAME = {
+    "description": "What to name the lease, so that it can be given back without this response. Default: a new name.",
+    "schema": {"type": "string", "pattern": f"^{LEASE_NAME.pattern}$"},
+}
 _CHAT = f"A chat completion: the next turn of a session. {_RELAYED}"
 _COMPLETION = f"A completion of a text or of token ids. {_RELAYED}"
 _EVENTS = ("text/event-stream",)
@@ -315,6 +320,7 @@ _TRAINER = [
         EXPERIENCE,
         "Leases finished trajectories to a reader.",
         SampleRequest,
+        query={"lease_id": _LEASE_NAME},
         answers=[SampleAnswer],
         also=(MSGPACK, MEDIA_TYPE),
     ),

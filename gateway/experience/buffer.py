@@ -16,6 +16,7 @@ acknowledgements survive a power cut when the call returns; additions once their
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import heapq
 import logging
@@ -136,6 +137,8 @@ class ExperienceBuffer:
         # order than the state, or one could be decided on a state that the other has to restore.
         self._order = asyncio.Lock()
         self._next_seq = 1
+        self._sampling: set[str] = set()  # names of leases that are asked for
+        self._withdrawn: set[str] = set()  # of these, those that were given back before they were there
         self._shielded = ShieldedTasks()
 
     async def close(self) -> None:
@@ -284,6 +287,7 @@ class ExperienceBuffer:
         strategy: Strategy = "fifo",
         uses_max: int = 1,
         whole: bool = False,
+        lease_id: str = "",
     ) -> Sampled:
         """A lease and its trajectories: as many as requested, or those that are there after `wait_s`, possibly none;
         if `whole`, then none.
@@ -293,34 +297,57 @@ class ExperienceBuffer:
         than `staleness_max` versions behind `trainer_version` (with their oldest token; under `staleness_bounded` with
         their newest) are dropped, counted, and never handed out; with `drop_equal_rewards` so are groups all of whose
         rewards are equal. Trajectories that were used less than `uses_max` times are handed out, the least used first.
+
+        `lease_id`: what the caller names the lease, so that it can give back what it does not get the answer of.
+        Conflict when a lease has that name.
         """
         wanted = check_wanted(trajectories, groups, group_size, strategy, session_ids)
         self._store.check()
         deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
-        while True:
-            async with self._order:
-                await self._declare(trainer_version, staleness_max, by_token=strategy == "staleness_bounded")
-                if session_ids is not None:
-                    chosen = self._state.take_sessions(session_ids, strategy, uses_max)
-                elif groups is None:
-                    chosen = self._state.take(wanted, strategy, uses_max)
-                else:
-                    chosen = self._state.take_groups(groups, group_size or 0, strategy, uses_max)
-                remaining_s = deadline - time.monotonic()
-                found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
-                if whole and found < wanted and remaining_s <= 0:
-                    return Sampled()
-                if found >= wanted or remaining_s <= 0:
-                    if drop_equal_rewards and await self._drop_equal(chosen):
-                        continue
-                    if not chosen:
+        with self._naming(lease_id or f"lease-{secrets.token_hex(8)}") as name:
+            while True:
+                async with self._order:
+                    await self._declare(trainer_version, staleness_max, by_token=strategy == "staleness_bounded")
+                    self._check_name(name)
+                    if session_ids is not None:
+                        chosen = self._state.take_sessions(session_ids, strategy, uses_max)
+                    elif groups is None:
+                        chosen = self._state.take(wanted, strategy, uses_max)
+                    else:
+                        chosen = self._state.take_groups(groups, group_size or 0, strategy, uses_max)
+                    remaining_s = deadline - time.monotonic()
+                    found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
+                    if whole and found < wanted and remaining_s <= 0:
                         return Sampled()
-                    if (leased := await self._lease(reader, chosen, lease_s, uses_max)) is None:
-                        continue
-                    return leased
-                # Cleared under the lock: a change after this look sets the event again, so none is missed.
-                self._changed.clear()
-            await self._wait_for_change(remaining_s)
+                    if found >= wanted or remaining_s <= 0:
+                        if drop_equal_rewards and await self._drop_equal(chosen):
+                            continue
+                        if not chosen:
+                            return Sampled()
+                        if (leased := await self._lease(name, reader, chosen, lease_s, uses_max)) is None:
+                            continue
+                        return leased
+                    # Cleared under the lock: a change after this look sets the event again, so none is missed.
+                    self._changed.clear()
+                await self._wait_for_change(remaining_s)
+
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[str]:
+        """Two samples at once are never of one name."""
+        if name in self._sampling:
+            raise _name_taken(name)
+        self._sampling.add(name)
+        try:
+            yield name
+        finally:
+            self._sampling.discard(name)
+            self._withdrawn.discard(name)
+
+    def _check_name(self, name: str) -> None:
+        if name in self._withdrawn:
+            raise Conflict(f"lease {name!r} was given back before it was there", hint="sample under another name")
+        if name in self._state.leases:
+            raise _name_taken(name)
 
     async def ack(self, lease_id: str) -> int:
         """The reader has used them: they are gone, or wait for another use. Returns how many.
@@ -351,13 +378,19 @@ class ExperienceBuffer:
         return len(lease.entries)
 
     async def release(self, lease_id: str) -> int:
-        """The reader has not used them: others may get them at once. Returns how many. NotFound as `ack`."""
+        """The reader has not used them: others may get them at once. Returns how many. NotFound as `ack`.
+
+        A sample of this name that still waits gets Conflict instead of a lease: its caller has gone."""
         return await self._shielded.run(self._release(lease_id), f"release-{lease_id}")
 
     async def _release(self, lease_id: str) -> int:
         async with self._order:
             await self._catch_up()
             lease = self._state.leases.get(lease_id)
+            if lease is None and lease_id in self._sampling:
+                self._withdrawn.add(lease_id)
+                self._changed.set()
+                return 0
             if lease is None:
                 raise NotFound(f"no lease {lease_id!r}", hint="it was acknowledged or given back before, or it expired")
             self._state.release(lease_id)
@@ -461,14 +494,15 @@ class ExperienceBuffer:
         self._counters.evicted_equal -= await self._delete(gone)
         return bool(gone)
 
-    async def _lease(self, reader: str, chosen: list[Entry], lease_s: float, uses_max: int) -> Sampled | None:
+    async def _lease(
+        self, lease_id: str, reader: str, chosen: list[Entry], lease_s: float, uses_max: int
+    ) -> Sampled | None:
         """None: none could be read, or another gateway has leased some of them.
 
         The lease is written by a task of its own, so that a cancelled caller cannot leave state and store apart. Its
         reader will never learn the lease's id, so the trajectories would be stuck until it expires: once it is written,
         it is given back.
         """
-        lease_id = f"lease-{secrets.token_hex(8)}"
         lease = self._state.lease(lease_id, reader, chosen, unix_s() + lease_s, uses_max)
         leasing = self._shielded.start(self._write_lease(lease, chosen), lease_id)
         try:
@@ -533,6 +567,12 @@ class ExperienceBuffer:
                 self._counters.evicted_stale += 1
             else:
                 self._counters.evicted_for_room += 1
+
+
+def _name_taken(name: str) -> Conflict:
+    return Conflict(
+        f"there is a lease {name!r}, or a sample that asks for one", hint="give each sample a name of its own"
+    )
 
 
 def _offer(entry: Entry, *, leased: bool) -> Offer:

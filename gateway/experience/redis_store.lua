@@ -5,7 +5,7 @@
 -- PREFIX:totals           hash    seq, revision, entries, leased, bytes
 -- PREFIX:entry:SEQ        hash    session, group, oldest, facts, uses, lease, gateway, bytes, edits, body
 -- PREFIX:sessions         hash    session -> SEQ
--- PREFIX:lease:ID         hash    reader, uses_max, seqs (separated by blanks)
+-- PREFIX:lease:ID         hash    reader, uses_max, seqs (separated by blanks), gateway
 -- PREFIX:leases           zset    ID -> its end in milliseconds of this Redis' clock
 -- PREFIX:ended:ID         string  how many an acknowledged lease had; expires
 -- PREFIX:landed:GATEWAY   zset    finishes that landed ("NUMBER SESSION", by the gateway's outbox) and may be sent again
@@ -169,14 +169,17 @@ function operations.lease(id, reader, lease_ms, uses_max, chosen)
         seqs[#seqs + 1] = seq
         uses[#uses + 1] = used
     end
-    if redis.call('EXISTS', key('lease', id)) == 0 then
+    local named = table.concat(seqs, ' ')
+    local before, by = unpack(redis.call('HMGET', key('lease', id), 'seqs', 'gateway'))
+    if before and (before ~= named or by ~= CALLER) then return {'raced'} end
+    if not before then
         for i, seq in ipairs(seqs) do
             local lease, used = unpack(entry(seq, 'lease', 'uses'))
             if lease ~= '' or used ~= uses[i] then return {'raced'} end
         end
         for _, seq in ipairs(seqs) do redis.call('HSET', key('entry', seq), 'lease', id) end
-        local named = table.concat(seqs, ' ')
-        redis.call('HSET', key('lease', id), 'reader', reader, 'uses_max', uses_max, 'seqs', named)
+        redis.call('HSET', key('lease', id), 'reader', reader, 'uses_max', uses_max, 'seqs', named,
+            'gateway', CALLER)
         redis.call('ZADD', key('leases'), now_ms() + tonumber(lease_ms), id)
         count('leased', #seqs)
         emit('kind', 'leased', 'lease', id, 'reader', reader, 'uses_max', uses_max, 'seqs', named)

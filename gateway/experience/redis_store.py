@@ -37,7 +37,7 @@ PAGE_MAX = 500
 """Entries of one reply, about: some milliseconds of the Redis."""
 _FIELDS = ("seq", "session", "group", "oldest", "facts", "uses", "lease")
 DOUBTFUL_MAX = 1024
-"""Leases that may be there although their readers got none; beyond, they end by their own time."""
+"""Leases that may be there although no reader has them; beyond, they end by their own time."""
 REVISIONS_MAX = 100
 """Attempts to replace a body that others replace at the same time."""
 
@@ -213,8 +213,7 @@ class RedisStore:
         try:
             done, *bodies = await self._call("lease", lease.lease_id, lease.reader, lease_ms, lease.uses_max, chosen)
         except Unavailable:
-            if len(self._doubtful) < DOUBTFUL_MAX:
-                self._doubtful.append(lease.lease_id)
+            self.doubt(lease.lease_id)
             raise
         if done != b"ok":
             self._raced = True
@@ -224,7 +223,7 @@ class RedisStore:
         return found
 
     async def _give_back_doubtful(self, wait_s: float) -> None:
-        """Leases whose reply was lost: their readers do not know them."""
+        """Leases that nobody has: the reply was lost, or they were given back while the Redis did not answer."""
         while self._doubtful:
             await self._call("release", self._doubtful[-1], wait_s=wait_s)
             self._doubtful.pop()
@@ -240,7 +239,16 @@ class RedisStore:
         return int(found[0]) if done == b"ok" else None
 
     async def release(self, lease_id: str) -> None:
-        await self._call("release", lease_id)
+        try:
+            await self._call("release", lease_id)
+        except Unavailable:
+            self.doubt(lease_id)
+            raise
+
+    def doubt(self, lease_id: str) -> None:
+        """Nobody has this lease, if it is there: it is given back once the Redis answers."""
+        if len(self._doubtful) < DOUBTFUL_MAX and lease_id not in self._doubtful:
+            self._doubtful.append(lease_id)
 
     async def leave_out(self, entry: Entry) -> None:
         await self._call("leave_out", entry.seq)

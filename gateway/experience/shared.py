@@ -138,6 +138,13 @@ class SharedBuffer(ExperienceBuffer):
         if any(found.sending.name == session_id for found in self._waiting.values()):
             raise Conflict(f"the trajectory of session {session_id} is on its way to the experience buffer")
 
+    async def _release(self, lease_id: str) -> int:
+        try:
+            return await super()._release(lease_id)
+        except Unavailable:
+            self._redis.doubt(lease_id)
+            raise
+
     async def _close_group(self, group_id: str, members: int) -> None:
         await self._commit("close_group", group_id, members)
 

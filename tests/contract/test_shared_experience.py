@@ -321,6 +321,34 @@ async def test_a_lease_whose_reply_was_lost_is_given_back(
     assert names(await sample(a, "t", trajectories=1, trainer_version=1, wait_s=60)) == ["x"]
 
 
+async def test_a_lease_that_cannot_be_given_back_now_is_given_back_later(
+    redis_servers: Callable[..., Daemon], opened: Opener
+) -> None:
+    daemon = redis_servers()
+    a = await opened(daemon.ready["url"], "a")
+    await a.add(trajectory("x"))
+    lease, _ = await sample(a, "t", trajectories=1, trainer_version=1)
+    daemon.kill()
+    with pytest.raises(Unavailable):
+        await a.release(lease)
+    redis_servers()
+    await until(lambda: not a.delivery().failure, "it answers again")
+    assert names(await sample(a, "t", trajectories=1, trainer_version=1, wait_s=60)) == ["x"]
+
+
+async def test_two_gateways_never_lease_under_one_name(shared_redis: str, opened: Opener) -> None:
+    a, b = [await opened(shared_redis, name) for name in "ab"]
+    for name in "xy":
+        await a.add(trajectory(name))
+    results = await asyncio.gather(
+        *(sample(at, "t", trajectories=1, trainer_version=1, lease_id="mine") for at in (a, b)), return_exceptions=True
+    )
+    refused = [found for found in results if isinstance(found, Conflict)]
+    assert len(refused) == 1
+    assert await a.release("mine") == 1
+    assert names(await sample(b, "t", trajectories=2, trainer_version=1)) == ["x", "y"]
+
+
 async def test_a_body_that_does_not_decode_is_left_out_and_costs_itself_alone(
     shared_redis: str, opened: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,7 +34,11 @@ class ExperienceServer:
     acknowledged: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     lent: dict[str, list[Trajectory]] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)  # leases by the names that samples gave them
     answers_lost: int = 0  # of the next acknowledgements, which are carried out
+    samples_lost: int = 0  # answers of the next samples, which are carried out
+    releases_refused: int = 0  # of the next
+    may_answer: asyncio.Event = field(default_factory=_set)  # samples that were carried out
     groups_max: int = 1000  # in one answer, however many are asked for
     answer: Callable[[], web.Response] | None = None  # makes what is answered instead of all that
 
@@ -63,6 +67,12 @@ class ExperienceServer:
         taken, self.stock = self.stock[:count], self.stock[count:]
         sampled = {"lease_id": f"lease-{len(self.requests)}", "trajectories": taken, "added_later": 1}
         self.lent[f"lease-{len(self.requests)}"] = taken
+        self.named[request.query["lease_id"]] = f"lease-{len(self.requests)}"
+        if self.samples_lost:
+            self.samples_lost -= 1
+            assert request.transport is not None
+            request.transport.abort()
+        await self.may_answer.wait()
         return web.Response(body=msgspec.msgpack.encode(sampled), content_type="application/msgpack")
 
     async def ack(self, request: web.Request) -> web.Response:
@@ -78,10 +88,14 @@ class ExperienceServer:
 
     async def release(self, request: web.Request) -> web.Response:
         lease_id = (await request.json())["lease_id"]
+        lease_id = self.named.get(lease_id, lease_id)
+        if self.releases_refused:
+            self.releases_refused -= 1
+            return error_response(503, "the gateway is shutting down", "unavailable")
         self.released.append(lease_id)
         self.returning.release()
         await self.may_release.wait()
-        if lease_id in self.acknowledged:
+        if lease_id in self.acknowledged or lease_id not in self.lent:
             return error_response(404, f"no lease {lease_id}", "not_found")
         self.stock = [*self.lent.pop(lease_id), *self.stock]
         self.returned.release()

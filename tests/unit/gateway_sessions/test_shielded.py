@@ -13,10 +13,13 @@ from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
 from gateway.sessions.endings import Endings
 from gateway.store import Database
+from protos.errors import Unavailable
 from protos.trajectories import Trajectory
+from tests.support.middleman import Middleman
 from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_api.test_status import gateway, get
 from tests.unit.gateway_sessions.test_rewards import SAMPLE, post, turn
+from trainer_client import AsyncExperienceReader
 
 
 async def hang_up(http: aiohttp.ClientSession, path: str, body: Any, entered: asyncio.Event) -> None:
@@ -82,3 +85,27 @@ async def test_a_reader_that_hangs_up_leaves_no_lease(tmp_path: Path, monkeypatc
         buffer = found.stores.buffer
         await until(lambda: (buffer.statistics().leased, len(buffer._state)) == (0, 1), "no lease", timeout_s=60)
         assert len((await post(http, "/experience/sample", SAMPLE))["trajectories"]) == 1
+
+
+async def test_a_batch_that_is_lost_on_its_way_comes_back_before_its_lease_ends(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+        await turn(http, "s", [5])
+        await post(http, "/sessions/s/finish", {"reward": 1.0})
+        with Middleman(found.url.removeprefix("http://")) as between:
+            async with AsyncExperienceReader(f"http://{between.address}", timeout_s=0.5) as reader:
+                between.hold("answers")
+                with pytest.raises(Unavailable, match="silent"):
+                    await reader.sample(trajectories=1, wait_s=0.0)
+                between.cut()
+                between.mend()
+                assert len(await reader.sample(trajectories=1, wait_s=60.0)) == 1
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a" * 129, "a%00"])
+async def test_a_name_that_no_lease_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    async with (
+        ScriptedEngine("e0") as e0,
+        gateway(tmp_path, e0) as (_, http),
+        http.post(f"/experience/sample?lease_id={name}", json=SAMPLE) as answer,
+    ):
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "lease_id")

@@ -27,6 +27,7 @@ from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
 from protos.packed import Facts
 from protos.trajectories import Segment, Trajectory
 from tests.support.redis_servers import connect
+from tests.unit.gateway_store.disk import until
 
 
 def trajectory(name: str, version: int = 1, group: str = "g", split: str = "train") -> Trajectory:
@@ -141,6 +142,29 @@ async def test_what_is_given_back_is_there_at_once_and_after_a_restart(tmp_path:
         await buffer.open()
         assert (buffer.statistics().trajectories, buffer.statistics().leased) == (2, 0)
         await buffer.close()
+
+
+async def test_a_lease_is_given_back_by_the_name_that_its_sample_gave_it(buffer: ExperienceBuffer) -> None:
+    for name in "ab":
+        await buffer.add(trajectory(name))
+    got = await sample(buffer, "t", trajectories=1, trainer_version=1, lease_id="mine")
+    assert (got[0], names(got)) == ("mine", ["a"])
+    with pytest.raises(Conflict, match="there is a lease 'mine'"):
+        await sample(buffer, "t", trajectories=1, trainer_version=1, lease_id="mine")
+    assert await buffer.release("mine") == 1
+    assert names(await sample(buffer, "t", trajectories=2, trainer_version=1, lease_id="mine")) == ["a", "b"]
+
+
+async def test_a_lease_that_is_given_back_before_it_is_there_is_never_made(buffer: ExperienceBuffer) -> None:
+    waiting = asyncio.create_task(sample(buffer, "t", trajectories=1, trainer_version=1, wait_s=60.0, lease_id="mine"))
+    await until(lambda: "mine" in buffer._sampling, "a sample that waits")
+    with pytest.raises(Conflict, match="or a sample that asks for one"):
+        await sample(buffer, "t", trajectories=1, trainer_version=1, lease_id="mine")
+    assert await buffer.release("mine") == 0
+    await buffer.add(trajectory("a"))
+    with pytest.raises(Conflict, match="given back before it was there"):
+        await asyncio.wait_for(waiting, 60)
+    assert names(await sample(buffer, "t", trajectories=1, trainer_version=1, lease_id="mine")) == ["a"]
 
 
 async def test_sampling_waits_for_enough_and_takes_less_at_the_deadline(buffer: ExperienceBuffer) -> None:

@@ -200,6 +200,70 @@ async def test_an_acknowledgement_whose_answer_was_lost_is_asked_for_again(
     await batches.aclose()
 
 
+async def test_a_batch_whose_answer_was_lost_is_given_back_and_sampled_again(
+    gateway: ExperienceServer, reader: AsyncExperienceReader
+) -> None:
+    gateway.samples_lost = 1
+    with pytest.raises(Unavailable, match="no answer from the gateway"):
+        await reader.sample(trajectories=4)
+    assert gateway.stock == TRAJECTORIES[4:]
+    async with asyncio.timeout(60):
+        await gateway.returned.acquire()
+    assert (await reader.sample(trajectories=4)).trajectories == tuple(TRAJECTORIES[:4])
+    assert gateway.released == ["lease-1"]
+
+
+async def test_a_batch_whose_answer_was_lost_is_given_back_once_the_gateway_answers(
+    gateway: ExperienceServer, reader: AsyncExperienceReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_client.unanswered.RETRY_S", 0.01)
+    gateway.samples_lost, gateway.releases_refused = 1, 3
+    with pytest.raises(Unavailable):
+        await reader.sample(trajectories=4)
+    async with asyncio.timeout(60):
+        await gateway.returned.acquire()
+    assert gateway.stock == TRAJECTORIES
+
+
+async def test_a_reader_that_closes_gives_back_what_it_got_no_answer_of(gateway: ExperienceServer) -> None:
+    gateway.samples_lost = 1
+    async with AsyncExperienceReader(gateway.url) as reader:
+        with pytest.raises(Unavailable):
+            await reader.sample(trajectories=4)
+    assert gateway.stock == TRAJECTORIES
+
+
+async def test_a_sample_that_nobody_waits_for_any_more_is_given_back(
+    gateway: ExperienceServer, reader: AsyncExperienceReader
+) -> None:
+    gateway.may_answer.clear()
+    pending = asyncio.ensure_future(reader.sample(trajectories=4))
+    async with asyncio.timeout(60):
+        await gateway.asked.acquire()
+        pending.cancel()
+        await gateway.returned.acquire()
+    assert gateway.stock == TRAJECTORIES
+
+
+async def test_what_never_reached_the_gateway_is_not_given_back(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "trainer_client.unanswered")
+    async with AsyncExperienceReader(f"http://127.0.0.1:{port}") as reader:
+        with pytest.raises(Unavailable):
+            await reader.sample(trajectories=1)
+    assert not caplog.records
+
+
+async def test_a_reader_whose_gateway_stays_away_closes_all_the_same(
+    gateway: ExperienceServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer_client.unanswered.CLOSE_S", 0.01)
+    gateway.samples_lost, gateway.releases_refused = 1, 1000
+    async with AsyncExperienceReader(gateway.url) as reader:
+        with pytest.raises(Unavailable):
+            await reader.sample(trajectories=4)
+    assert "1 batches whose answers were lost come back when their leases end" in caplog.text
+
+
 async def test_a_lease_shorter_than_a_training_step_is_named(
     gateway: ExperienceServer, reader: AsyncExperienceReader
 ) -> None:
