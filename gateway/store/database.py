@@ -284,10 +284,14 @@ class Database:
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._name, isolation_level=None)
-        prepare(connection, self._name)
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
-        connection.execute(f"PRAGMA cache_size=-{CACHE_BYTES >> 10}")
+        try:
+            prepare(connection, self._name)
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.execute(f"PRAGMA cache_size=-{CACHE_BYTES >> 10}")
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def _take_lock(self, path: Path) -> None:

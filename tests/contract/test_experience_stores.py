@@ -108,7 +108,7 @@ async def test_what_is_written_along_is_committed_with_it(
     await database.run(lambda connection: connection.execute("CREATE TABLE ends(name TEXT)") and None)
     body = packed.pack([trajectory("s1")])
     await store.add(entry(1), body, (), lambda c: c.execute("INSERT INTO ends VALUES ('s1')"))
-    with sqlite3.connect(tmp_path / "db") as other:
+    with contextlib.closing(sqlite3.connect(tmp_path / "db")) as other, other:
         assert other.execute("SELECT name FROM ends").fetchall() == [("s1",)]
     other.close()
     assert await names(store, entry(1)) == ["s1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import sqlite3
 from pathlib import Path
@@ -195,7 +196,7 @@ async def test_a_database_from_before_owners_opens_and_its_sessions_are_trainers
 
 def as_before(path: Path) -> None:
     """Takes away what this layout's rows have, and an earlier gateway's have not."""
-    with sqlite3.connect(path) as database:
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("DROP TABLE secrets")
         for table, column in (("sessions", "spec"), ("ended", "body")):
             for name, blob in database.execute(f"SELECT session_id, {column} FROM {table}").fetchall():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from pathlib import Path
 
@@ -44,7 +45,7 @@ async def test_a_copy_is_of_one_instant_while_the_gateway_writes(tmp_path: Path)
     await copying
     await database.close()
     assert [path.name for path in (tmp_path / "out").iterdir()] == [DATABASE_NAME], "complete without a log beside it"
-    with sqlite3.connect(tmp_path / "out" / DATABASE_NAME) as copy:
+    with contextlib.closing(sqlite3.connect(tmp_path / "out" / DATABASE_NAME)) as copy, copy:
         [(rows,)] = copy.execute("SELECT count(*) FROM t WHERE typeof(x) = 'text'").fetchall()
         halves = copy.execute("SELECT x FROM t WHERE typeof(x) = 'integer' GROUP BY x HAVING count(*) != 2").fetchall()
     assert (rows, halves) == (ROWS, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.unit.gateway_store.disk import Disk
 
 def rows(directory: Path, table: str) -> list[Any]:
     """Session ids of what a gateway that has ended left."""
-    with sqlite3.connect(directory / DATABASE_NAME) as connection:
+    with contextlib.closing(sqlite3.connect(directory / DATABASE_NAME)) as connection, connection:
         found = connection.execute(f"SELECT session_id FROM {table} ORDER BY session_id").fetchall()
     connection.close()
     return [name for (name,) in found]

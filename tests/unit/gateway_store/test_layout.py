@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sqlite3
 from pathlib import Path
@@ -31,7 +32,8 @@ END;
 
 
 def layout(path: Path) -> int:
-    return int(sqlite3.connect(path).execute("PRAGMA user_version").fetchone()[0])
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
 async def test_a_new_file_is_counted_and_opened_again(tmp_path: Path) -> None:
@@ -44,7 +46,7 @@ async def test_a_new_file_is_counted_and_opened_again(tmp_path: Path) -> None:
 
 async def test_a_file_from_before_layouts_were_counted_is_brought_up_to_date(tmp_path: Path) -> None:
     path = tmp_path / "gateway.sqlite"
-    with sqlite3.connect(path) as old:
+    with contextlib.closing(sqlite3.connect(path)) as old, old:
         old.executescript(UNCOUNTED)
     async with Database(path) as database:
         buffer, store = ExperienceBuffer(database), SessionStore(database)
@@ -70,7 +72,7 @@ async def test_whole_prompts_of_layout_4_are_read_beside_those_that_inherit(tmp_
     path, session_id = tmp_path / "gateway.sqlite", SessionId("s")
     old = TurnRequest(TurnId("old"), session_id, 0, (1, 2), SamplingParams(max_tokens=8))
     new = dataclasses.replace(old, turn_id=TurnId("new"), prompt_ids=(1, 2, 3), parent=old.turn_id)
-    with sqlite3.connect(path) as before:
+    with contextlib.closing(sqlite3.connect(path)) as before, before:
         before.executescript(TURNS_4)
         row = ("old", "s", msgspec.msgpack.encode(old), 1.0, "stop", 0, 2.0, 1)
         before.execute("INSERT INTO turns VALUES (?,?,?,?,?,?,?,?)", row)
@@ -104,7 +106,7 @@ async def test_trajectories_of_layout_5_are_packed_with_their_leases_and_a_damag
 ) -> None:
     path = tmp_path / "gateway.sqlite"
     leaves = [[trajectory("a", version=3)], [trajectory("b"), trajectory("b", version=7)]]
-    with sqlite3.connect(path) as before:
+    with contextlib.closing(sqlite3.connect(path)) as before, before:
         before.executescript(LAYOUT_5)
         for seq, (found, lease) in enumerate(zip(leaves, (None, "held"), strict=True), 1):
             row = (seq, found[0].session_id, "g", 1, msgspec.msgpack.encode(found), lease)
@@ -132,7 +134,7 @@ async def test_trajectories_of_layout_5_are_packed_with_their_leases_and_a_damag
 
 async def test_a_newer_file_is_refused_untouched(tmp_path: Path) -> None:
     path = tmp_path / "gateway.sqlite"
-    with sqlite3.connect(path) as newer:
+    with contextlib.closing(sqlite3.connect(path)) as newer, newer:
         newer.execute(f"PRAGMA user_version = {LAYOUT + 1}")
     with pytest.raises(Conflict, match=rf"its layout is {LAYOUT + 1}, and this one knows {LAYOUT}.*--data"):
         await Database(path).open()
@@ -141,7 +143,7 @@ async def test_a_newer_file_is_refused_untouched(tmp_path: Path) -> None:
 
 async def test_an_older_file_that_cannot_be_read_is_refused_untouched(tmp_path: Path) -> None:
     path = tmp_path / "gateway.sqlite"
-    with sqlite3.connect(path) as old:
+    with contextlib.closing(sqlite3.connect(path)) as old, old:
         old.execute("CREATE TABLE trajectories(seq INTEGER, body BLOB)")
     with pytest.raises(Conflict, match=r"too old to read: its table trajectories has body, seq.*--data"):
         await Database(path).open()

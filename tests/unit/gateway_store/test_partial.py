@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -386,7 +387,7 @@ def test_what_was_flushed_survives_kill_9(tmp_path: Path) -> None:
     child.stdout.close()
     assert child.wait() == -signal.SIGKILL
     asyncio.run(_check_what_is_left(path, promised))
-    with sqlite3.connect(path) as connection:
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import sqlite3
@@ -133,7 +134,7 @@ async def test_a_damaged_row_is_named_and_costs_what_it_says_alone(
             await finish(http, "over", 1.0)
             await turn(http, "also", [5])
             await finish(http, "also", 0.5)
-        with sqlite3.connect(tmp_path / DATABASE_NAME) as connection:
+        with contextlib.closing(sqlite3.connect(tmp_path / DATABASE_NAME)) as connection, connection:
             assert connection.execute(DAMAGES[table]).rowcount > 0
         connection.close()
         async with gateway(tmp_path, e0) as (found, http):
@@ -155,7 +156,7 @@ async def test_a_clock_that_went_back_while_ends_were_known_by_it_stops_no_start
     async with ScriptedEngine("e0") as e0:
         async with gateway(tmp_path, e0) as (_, http):
             await branches(http, "s")
-        with sqlite3.connect(tmp_path / DATABASE_NAME) as connection:
+        with contextlib.closing(sqlite3.connect(tmp_path / DATABASE_NAME)) as connection, connection:
             connection.execute("UPDATE turns SET end_number=NULL, ended_unix_s=10000 - rowid")
         connection.close()
         async with gateway(tmp_path, e0) as (_, http):

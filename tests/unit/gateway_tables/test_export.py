@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import sqlite3
 from collections.abc import AsyncIterator
@@ -114,7 +115,7 @@ async def test_what_is_used_up_meanwhile_is_counted(
     [other] = [ended("e", 5, 1.0)]
     await buffer.add(other)
     source_read = DatabaseFile.read
-    with sqlite3.connect(tmp_path / DATABASE_NAME) as connection:
+    with contextlib.closing(sqlite3.connect(tmp_path / DATABASE_NAME)) as connection, connection:
 
         def read(self: DatabaseFile, offer: object) -> object:
             connection.execute("DELETE FROM trajectory_bodies")
@@ -128,7 +129,7 @@ async def test_what_is_used_up_meanwhile_is_counted(
 
 
 async def test_a_damaged_row_is_named_and_the_others_are_written(buffer: ExperienceBuffer, tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / DATABASE_NAME) as connection:
+    with contextlib.closing(sqlite3.connect(tmp_path / DATABASE_NAME)) as connection, connection:
         connection.execute("UPDATE trajectory_bodies SET body=x'00' WHERE seq=2")
         connection.execute("UPDATE trajectories SET facts=x'00' WHERE seq=3")
     connection.close()
@@ -177,7 +178,7 @@ async def test_a_failure_leaves_nothing_behind(
 
 @pytest.mark.parametrize("layout", [LAYOUT - 1, LAYOUT + 1])
 def test_another_layout_is_refused(tmp_path: Path, layout: int) -> None:
-    with sqlite3.connect(tmp_path / DATABASE_NAME) as connection:
+    with contextlib.closing(sqlite3.connect(tmp_path / DATABASE_NAME)) as connection, connection:
         connection.execute(f"PRAGMA user_version = {layout}")
     connection.close()
     assert f"has layout {layout}" in export(tmp_path).output
