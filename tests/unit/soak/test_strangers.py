@@ -121,9 +121,12 @@ async def test_a_port_for_bytes_that_answers_about_a_version_has_let_in(access: 
 
 async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """As an engine does, whatever it is asked."""
-    await reader.readuntil(b"\r\n\r\n")
-    writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-    await writer.drain()
+    try:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+    finally:
+        writer.close()
 
 
 @contextlib.asynccontextmanager
