@@ -532,6 +532,7 @@ class ExperienceBuffer:
         self._record.took(lease.entries.values(), unix_s())
         if not lease.entries:
             self._state.release(lease.lease_id)
+            await self._store.release(lease.lease_id)
             return None
         return Sampled(lease.lease_id, [entry for entry, _ in found], [row for _, row in found])
 

@@ -363,6 +363,20 @@ async def test_a_body_that_does_not_decode_is_left_out_and_costs_itself_alone(
     assert "is damaged" in caplog.text
 
 
+async def test_a_sample_whose_only_body_does_not_decode_waits_for_others(
+    shared_redis: str, opened: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = await opened(shared_redis, "a")
+    await a.add(trajectory("x"))
+    broken = Script("return redis.call('HSET', KEYS[1] .. ':entry:1', 'body', 'no trajectory')")
+    await a._server.call(broken, "experience")
+    waiting = asyncio.create_task(sample(a, "t", trajectories=1, trainer_version=1, wait_s=60.0, lease_id="mine"))
+    await until(lambda: "is damaged" in caplog.text, "it was found")
+    await a.add(trajectory("y"))
+    got = await asyncio.wait_for(waiting, 60)
+    assert (got[0], names(got)) == ("mine", ["y"])
+
+
 def evaluation() -> Trajectory:
     return trajectory("e", split="eval")
 
