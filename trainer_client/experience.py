@@ -120,8 +120,8 @@ class AsyncExperienceReader(AsyncClient):
         """Gives back the batches that loops over `batches` still hold."""
         for batch in list(self._leased.values()):
             await self._return(batch)
-        await self._unanswered.close()
         async with self._return_lock:  # waits for a loop that was left and gives its batch back now
+            await self._unanswered.close()
             await self._http.aclose()
 
     async def sample(self, **wanted: Unpack[Wanted]) -> Batch:

