@@ -75,10 +75,18 @@ def test_a_stage_that_fails_fails_the_run_and_stops_no_other(checkout: Path) -> 
     assert sorted(re.sub(r"/tmp/ci\.\w+", "ROOM", call) for call in calls) == sorted(in_room), "each once"
     assert "make test-faults" in calls, "`make test` leaves these out"
     assert all(f"\nmade {call.removeprefix('make ')}\n" in done.stdout for call in calls), "what each printed"
+    assert "the end of what failed: make test-fleet\nmade test-fleet\n" in done.stdout
     summary = done.stdout.splitlines()[-1]
     assert re.search(r" \| test-fleet \d+:\d\d FAILED \|", summary)
     assert re.match(r"ci: FAILED in \d+:\d\d \| system-packages \d+:\d\d \| demo \d+:\d\d FAILED \| test \d", summary)
     assert re.search(r"download.*, 3 MiB on disk$", summary)
+
+
+def test_the_last_line_is_there_when_nothing_could_be_made(checkout: Path) -> None:
+    (checkout / "bin" / "make").write_text("#!/bin/bash\nexit 2\n")
+    done = run(checkout, "check")
+    assert done.returncode == 1
+    assert re.match(r"ci: FAILED in \d+:\d\d \| check \d+:\d\d FAILED \| .*, 0 MiB on disk$", done.stdout.splitlines()[-1])
 
 
 def test_an_unknown_stage_is_refused_before_anything_runs(checkout: Path) -> None:
