@@ -86,7 +86,8 @@ def test_the_last_line_is_there_when_nothing_could_be_made(checkout: Path) -> No
     (checkout / "bin" / "make").write_text("#!/bin/bash\nexit 2\n")
     done = run(checkout, "check")
     assert done.returncode == 1
-    assert re.match(r"ci: FAILED in \d+:\d\d \| check \d+:\d\d FAILED \| .*, 0 MiB on disk$", done.stdout.splitlines()[-1])
+    summary = done.stdout.splitlines()[-1]
+    assert re.match(r"ci: FAILED in \d+:\d\d \| check \d+:\d\d FAILED \| .*, 0 MiB on disk$", summary)
 
 
 def test_an_unknown_stage_is_refused_before_anything_runs(checkout: Path) -> None:
