@@ -49,7 +49,7 @@ class ExperienceServer:
         app.router.add_post("/experience/sample", self.sample)
         app.router.add_post("/experience/ack", self.ack)
         app.router.add_post("/experience/release", self.release)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
