@@ -58,7 +58,7 @@ from gateway.sessions.registry import SessionRegistry
 from gateway.sessions.trainer import Trainer
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool, Timeline
-from gateway.store.database import DATABASE_NAME
+from gateway.store.database import CACHE_BYTES, CACHE_BYTES_WITHOUT, DATABASE_NAME
 from gateway.store.groups import GroupStore
 from gateway.store.layout import claim
 from gateway.store.lineage import LineageStore
@@ -189,7 +189,8 @@ async def start(config: GatewayConfig) -> Gateway:
             registry = await EtcdRegistry.connect(config.etcd, access=config.etcd_access)
             stack.push_async_callback(registry.close)
         path = None if config.data is None else config.data / DATABASE_NAME
-        database = await stack.enter_async_context(Database(path))
+        cache_bytes = CACHE_BYTES if config.experience_store == "database" else CACHE_BYTES_WITHOUT
+        database = await stack.enter_async_context(Database(path, cache_bytes=cache_bytes))
         await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
         experience = await _experience_store(config, codec.vocabulary, stack)
         stores = await open_stores(database, stack, experience, config.experience_max, config.experience_bytes_max)

@@ -52,8 +52,10 @@ RETRY_S = 0.5
 """Between two attempts to write what is owed, or to check whether the disk can be written again."""
 
 CACHE_BYTES = 64 << 20
-"""Of the file's pages, kept in memory: some five thousand trajectories of 2,000 tokens, which a reader takes soon after
-they finished. Reading them from the file costs twice the processor time."""
+"""Of the pages of a file with trajectories, kept in memory: some five thousand of 2,000 tokens, which a reader takes
+soon after they finished. Reading them from the file costs twice the processor time."""
+CACHE_BYTES_WITHOUT = 4 << 20
+"""Of a file without them: it is read when a gateway starts, and a cache of what is only written grows for nothing."""
 
 _STORE_FAILED = frozenset(
     {
@@ -136,10 +138,12 @@ class _Job:
 
 
 class Database:
-    """`async with Database(path) as db: await db.run(lambda connection: ...)`. `path` None: in memory."""
+    """`async with Database(path) as db: await db.run(lambda connection: ...)`. `path` None: in memory.
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    `cache_bytes`: of the file's pages, at most."""
+
+    def __init__(self, path: Path | None, *, cache_bytes: int = CACHE_BYTES) -> None:
+        self._path, self._cache_bytes = path, cache_bytes
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._owed: deque[_Job] = deque()  # the owner thread's: what could not be written yet
         self._places = asyncio.Semaphore(WAITING_MAX)
@@ -288,7 +292,7 @@ class Database:
             prepare(connection, self._name)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
-            connection.execute(f"PRAGMA cache_size=-{CACHE_BYTES >> 10}")
+            connection.execute(f"PRAGMA cache_size=-{self._cache_bytes >> 10}")
         except BaseException:
             connection.close()
             raise

@@ -26,7 +26,7 @@ from protos.errors import LaminarError
 log = logging.getLogger(__name__)
 
 CAPACITY = 100_000
-"""Events kept: about 30 MB, hours of a small fleet."""
+"""Events kept: about 20 MB, hours of a small fleet."""
 READ_MAX = 10_000
 """Events in one response."""
 
@@ -45,26 +45,31 @@ class TimelineEvent(msgspec.Struct, frozen=True):
 
 
 class Timeline:
-    """`add` from the event loop, never waiting; written to disk in batches; `read` from memory."""
+    """`add` from the event loop, never waiting; written to disk in batches; `read` from memory.
+
+    In memory an event is what it is on disk, encoded: its objects would take three times as much."""
 
     def __init__(self, database: Database, *, capacity: int = CAPACITY, flush_interval_s: float = 0.2) -> None:
         self._database = database
         self._capacity = capacity
         self._flush_interval_s = flush_interval_s
-        self._events: deque[TimelineEvent] = deque(maxlen=capacity)
+        self._events: deque[bytes] = deque(maxlen=capacity)  # of each seq below the next; b"": its row is lost
         self._written_seq = 0
         self._next_seq = 1
         self._dirty = asyncio.Event()
         self._flusher: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        rows = await self._database.run(lambda connection: _load(connection, self._capacity))
-        for seq, blob in rows:
+        for seq, blob in await self._database.run(lambda connection: _load(connection, self._capacity)):
+            event = b""
             with leaving_out("timeline", seq):
-                self._events.append(decode_msgpack(blob, TimelineEvent))
-        if self._events:
-            self._written_seq = self._events[-1].seq
-            self._next_seq = self._written_seq + 1
+                decode_msgpack(blob, TimelineEvent)
+                event = blob
+            lost = seq - self._next_seq if self._events else 0
+            self._events.extend([b""] * min(lost, self._capacity))
+            self._events.append(event)
+            self._next_seq = seq + 1
+        self._written_seq = self._next_seq - 1
         self._flusher = asyncio.create_task(self._flush_regularly(), name="timeline-flush")
 
     async def close(self) -> None:
@@ -76,37 +81,33 @@ class Timeline:
     def add(self, kind: str, /, **fields: Any) -> int:
         """Adds an event with the current time; returns its seq. Fields must be JSON values."""
         event = TimelineEvent(self._next_seq, time.time(), kind, fields)
+        self._events.append(msgspec.msgpack.encode(event))
         self._next_seq += 1
-        self._events.append(event)
         self._dirty.set()
         return event.seq
 
     def read(self, after: int = 0, limit: int = 1000) -> tuple[int, list[TimelineEvent]]:
         """The oldest events with seq above `after`, and the `after` of the next call."""
-        if not self._events:
-            return after, []
-        skip = max(0, after + 1 - self._events[0].seq)
-        found = list(islice(self._events, skip, skip + min(limit, READ_MAX)))
-        return (found[-1].seq if found else after), found
+        rows = self._rows(after, min(limit, READ_MAX))
+        return (rows[-1][0] if rows else after), [_decoded(event) for _, event in rows]
 
     def newest(self, after: int, limit: int) -> list[TimelineEvent]:
         """The newest events with seq above `after`, in order. Takes time for those alone, however many are kept."""
-        found: list[TimelineEvent] = []
-        for event in islice(reversed(self._events), limit):
-            if event.seq <= after:
-                break
-            found.append(event)
-        return found[::-1]
+        num = max(0, min(limit, self._next_seq - 1 - after))
+        return [_decoded(event) for event in islice(reversed(self._events), num) if event][::-1]
+
+    def _rows(self, after: int, limit: int) -> list[tuple[int, bytes]]:
+        first = self._next_seq - len(self._events)
+        skip = max(0, after + 1 - first)
+        numbered = enumerate(islice(self._events, skip, None), first + skip)
+        return list(islice(((seq, event) for seq, event in numbered if event), limit))
 
     async def flush(self) -> None:
         """Returns when all events added before are on disk."""
         self._dirty.clear()
-        _, unwritten = self.read(self._written_seq, READ_MAX)
-        while unwritten:
-            rows = [(event.seq, msgspec.msgpack.encode(event)) for event in unwritten]
+        while rows := self._rows(self._written_seq, READ_MAX):
             await self._database.owe(partial(_append, rows=rows, capacity=self._capacity))
             self._written_seq = max(self._written_seq, rows[-1][0])
-            _, unwritten = self.read(self._written_seq, READ_MAX)
 
     async def _flush_regularly(self) -> None:
         while True:
@@ -116,6 +117,10 @@ class Timeline:
                 await self.flush()
             except LaminarError as e:  # reads are served from memory: only the copy on disk lacks events
                 log.error("timeline: %s", e)
+
+
+def _decoded(event: bytes) -> TimelineEvent:
+    return decode_msgpack(event, TimelineEvent)
 
 
 def _load(connection: sqlite3.Connection, limit: int) -> list[tuple[int, bytes]]:

@@ -152,6 +152,13 @@ async def test_live_sessions_are_listed(tmp_path: Path, monkeypatch: pytest.Monk
         assert (talks.turns, len(talks.running)) == (3, 0)
 
 
+@pytest.mark.parametrize(("store", "mib"), [("database", 64), ("memory", 4)])
+async def test_pages_are_cached_where_trajectories_are_in_the_file(tmp_path: Path, store: str, mib: int) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, experience_store=store) as (found, _):
+        cache = await found.stores.database.run(lambda opened: opened.execute("PRAGMA cache_size").fetchone())
+    assert cache == (-mib << 10,)
+
+
 async def test_health_is_whether_any_engine_serves(tmp_path: Path) -> None:
     async with ScriptedEngine("e0") as e0, ScriptedEngine("e1") as e1, gateway(tmp_path, e0, e1) as (found, http):
         assert (await get(http, "/healthz"))["serving_engines"] == ["e0", "e1"]
