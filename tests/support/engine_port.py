@@ -15,6 +15,7 @@ from paramserver.data.engine_ports import EnginePort
 from protos.access.credentials import Credentials
 from protos.access.tls import with_true_ends
 from tests.support.scripted_engine import until
+from tests.support.tls_endings import ending
 
 T = TypeVar("T")
 
@@ -101,10 +102,8 @@ def asked(url: str, holder: Path | None, trusts: Path, most: ssl.TLSVersion | No
         with called(url, holder, trusts, most) as sock:
             sock.sendall(b"hello")
             return "served" if sock.recv(16) == b"hello" else "closed"
-    except ssl.SSLError as error:
-        return error.reason or str(error)
-    except ConnectionError:
-        return "reset"
+    except (ssl.SSLError, ConnectionError) as error:
+        return ending(error)
 
 
 class HalfCloser:

@@ -20,6 +20,7 @@ from paramserver.daemon.grpc_port import GrpcPort, secured_server
 from protos.access.credentials import Credentials
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 from tests.support.fake_relay import FakeRelay
+from tests.support.tls_endings import ending
 
 
 @contextlib.asynccontextmanager
@@ -77,10 +78,8 @@ def handshake(address: str, context: ssl.SSLContext) -> str:
         ):
             # With TLS 1.3 a client is done before the server has seen its certificate: only reading shows the outcome.
             return "served" if tls.recv(1) else "closed"
-    except ssl.SSLError as error:
-        return error.reason or str(error)
-    except ConnectionResetError:
-        return "reset"
+    except (ssl.SSLError, ConnectionError) as error:
+        return ending(error)
 
 
 def client_context(

@@ -360,11 +360,8 @@ async def test_an_engine_that_is_away_ends_the_connection(fleet: Path, caplog: p
         pass
     async with engine_port(fleet / "relay", engine.url) as port:
         for _ in range(3):
-            assert await asyncio.to_thread(asked, port.url, fleet / "gateway", fleet) in (
-                "closed",
-                "reset",
-                "UNEXPECTED_EOF_WHILE_READING",
-            )
+            met = await asyncio.to_thread(asked, port.url, fleet / "gateway", fleet)
+            assert met in ("closed", "reset", "eof")
         assert port.statistics().refused["engine"] == 3
         lines = [record for record in caplog.records if "does not accept" in record.getMessage()]
         assert len(lines) == 1, "one line for all of them"

@@ -35,6 +35,7 @@ from tests.support.fleet_credentials import authority_of, write_holder
 from tests.support.hops import CHUNK, CONTENT, FETCH, Host
 from tests.support.middleman import Middleman
 from tests.support.secured_relay import client_context
+from tests.support.tls_endings import ending
 
 MakeHost = Callable[..., Host]
 WAYS = pytest.mark.parametrize("tls", [False, True], ids=["sealed", "tls"])
@@ -538,10 +539,8 @@ def over_tls(host: Host, context: ssl.SSLContext) -> str:
             body = msgspec.json.encode(Hello(bytes(NONCE_BYTES), []))
             tls.sendall(MAGIC + len(body).to_bytes(4, "big") + body)
             return "challenged" if tls.recv(1) else "closed"
-    except ssl.SSLError as error:
-        return error.reason or str(error)
-    except ConnectionResetError:
-        return "reset"
+    except (ssl.SSLError, ConnectionError) as error:
+        return ending(error)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,14 @@
+"""How a connection by TLS ended, in a word: what a test's client met is compared with what it may meet."""
+
+from __future__ import annotations
+
+import ssl
+
+
+def ending(error: ssl.SSLError | ConnectionError) -> str:
+    """The alert or the reason; "eof" without an alert, "reset" for any other end of the connection.
+
+    Whether a peer that goes away is met while reading or while writing is chance, and OpenSSL has a text for each."""
+    if isinstance(error, ConnectionError):
+        return "reset"
+    return "eof" if isinstance(error, ssl.SSLEOFError) else error.reason or str(error)
