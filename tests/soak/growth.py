@@ -15,9 +15,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 WARM_UP_S = 180.0
 """In which a process loads and imports, and fills its pools, caches and allocators."""
+LEVELS = 12
+"""Of a life, evenly spaced: they show whether a growth was a step, a slope or a store that fills."""
 POINTS_MIN = 12
 """Samples of a kind of process, below which a slope says nothing."""
 MIB = float(1 << 20)
@@ -79,16 +82,25 @@ class Growth:
             kind: {name: _growth(lives, name, half_s) for name in FIGURES} for kind, lives in sorted(self._of.items())
         }
 
+    def longest_lives(self, now_s: float) -> dict[str, dict[str, Any]]:
+        """By kind of process, the longest life of the last half: whose, its minutes, and levels of each figure."""
+        found = {}
+        for kind, lives in sorted(self._of.items()):
+            (name, _), life = max(lives.items(), key=lambda item: len(_counted(item[1], now_s / 2)))
+            if len(counted := _counted(life, now_s / 2)) >= 2:
+                at = [counted[round(n * (len(counted) - 1) / (LEVELS - 1))] for n in range(LEVELS)]
+                levels = {figure: [round(getattr(one, figure), 2) for one in at] for figure in FIGURES}
+                minutes = round((counted[-1].at_s - counted[0].at_s) / 60, 1)
+                found[kind] = {"process": name, "minutes": minutes, **levels}
+        return found
+
+
+def _counted(life: Iterable[Sample], half_s: float) -> list[Sample]:
+    return [found for found in life if found.at_s >= half_s and found.life_s >= WARM_UP_S]
+
 
 def _growth(lives: Mapping[tuple[str, int], list[Sample]], name: str, half_s: float) -> float | None:
-    series = [
-        [
-            (found.at_s, float(getattr(found, name)))
-            for found in life
-            if found.at_s >= half_s and found.life_s >= WARM_UP_S
-        ]
-        for life in lives.values()
-    ]
+    series = [[(at.at_s, float(getattr(at, name))) for at in _counted(life, half_s)] for life in lives.values()]
     slope = slope_within(series)
     longest_s = max((points[-1][0] - points[0][0] for points in series if points), default=0.0)
     return None if slope is None else round(slope * longest_s, 3)

@@ -100,6 +100,7 @@ class Report:
             "faults_not_possible_here": self.not_possible,
             "ends": {name: dict(process.ends) for name, process in self.fleet.processes.items() if process.ends},
             "growth": growth,
+            "longest_lives": self.watchers.growth.longest_lives(elapsed_s),
             "findings": judge.findings,
         }
 

@@ -26,6 +26,17 @@ def test_a_leak_is_as_large_as_the_longest_life_of_the_last_half_made_it() -> No
     assert lives(0.1, (100, 400, 90, 300)).figures(1200)["engine"]["rss_mb"] == 0.1 * (295 - WARM_UP_S)
 
 
+def test_the_longest_life_of_the_last_half_has_its_levels() -> None:
+    growth = lives(0.1, (100, 400, 90, 300))
+    for life_s in range(0, 600, 5):
+        rss = 70.0 if life_s < 300 else 90.0
+        growth.add("engine", "engine-2", 9, Sample(600.0 + life_s, float(life_s), rss, 10, 0))
+    found = growth.longest_lives(1200)["engine"]
+    assert (found["process"], found["minutes"]) == ("engine-2", 6.9)
+    assert (found["rss_mb"][0], found["rss_mb"][-1], found["fds"]) == (70.0, 90.0, [10] * len(found["fds"]))
+    assert growth.longest_lives(9000) == {}
+
+
 def test_the_first_half_does_not_count() -> None:
     growth = lives(0.0, (100, 100, 100, 100))
     for at in range(0, 600, 5):
