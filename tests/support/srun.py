@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-from types import FrameType
 
 
 def parsed() -> argparse.Namespace:
@@ -37,11 +36,17 @@ def main() -> int:
     nodes = asked.nodelist.split(",")
     assert asked.nodes == asked.ntasks == len(nodes), "as many tasks as nodes"
     tasks: list[subprocess.Popen[bytes]] = []
+    asked_to_end = False
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def end(task: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(task.pid, signal.SIGTERM)
+
+    def pass_on(*_: object) -> None:
+        nonlocal asked_to_end
+        asked_to_end = True
         for task in tasks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(task.pid, number)
+            end(task)
 
     signal.signal(signal.SIGTERM, pass_on)
     for rank, node in enumerate(nodes):
@@ -50,6 +55,8 @@ def main() -> int:
             tasks.append(
                 subprocess.Popen(asked.command, env=environment, stdout=log, stderr=log, start_new_session=True)
             )
+        if asked_to_end:  # perhaps when the task ran, before it was in the list
+            end(tasks[-1])
     statuses = [task.wait() for task in tasks]
     return max(128 - status if status < 0 else status for status in statuses)
 
