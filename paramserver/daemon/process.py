@@ -124,8 +124,11 @@ async def relay_process(
         telemetry = telemetry_options.start(config.telemetry, "laminar-relay", relay=config.name)
         stack.push_async_callback(asyncio.to_thread, telemetry.close)
         listener = _listen(config, stack)
-        grpc_address = f"{config.reached_by}:{listener.getsockname()[1]}"
-        plain = _plain_server(config.host, listener) if credentials is None else None
+        port = listener.getsockname()[1]
+        plain = None
+        if credentials is None:
+            plain, port = _plain_server(config, listener)
+        grpc_address = f"{config.reached_by}:{port}"
         registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S, access=config.etcd_access)
         stack.push_async_callback(registry.close)
         store, found = await _open_store(config, stack)
@@ -278,16 +281,16 @@ def _listen(config: RelayConfig, stack: contextlib.AsyncExitStack) -> socket.soc
     return listener
 
 
-def _plain_server(host: str, listener: socket.socket) -> grpc.aio.Server:
-    """A server of gRPC that takes everybody, at the address of `listener`, which is closed for it."""
-    address = f"{host}:{listener.getsockname()[1]}"
+def _plain_server(config: RelayConfig, listener: socket.socket) -> tuple[grpc.aio.Server, int]:
+    """A server of gRPC that takes everybody, and its port. `listener`, which is closed for it, has shown that it can
+    listen there. A free port it finds itself: that of the listener may be another's as soon as it is let go."""
     listener.close()
     server = grpc.aio.server(options=SERVER_OPTIONS)
+    address = f"{config.host}:{config.port}"
     try:
-        server.add_insecure_port(address)
+        return server, server.add_insecure_port(address)
     except RuntimeError as error:
         raise Conflict(f"cannot listen on {address}", hint="choose another --port, or 0 for any free one") from error
-    return server
 
 
 def _secured_server(
