@@ -102,10 +102,13 @@ async def test_who_waits_gets_what_another_gateway_adds_or_what_a_dead_runner_ha
     pools: tuple[SharedPromptPool, SharedPromptPool],
 ) -> None:
     one, other = pools
+    await one.add(P, [task("running")])
+    [running] = await take(one)  # or the pool would be drained, of which nobody waits
     waiting = asyncio.create_task(take(other))
     await one.add(P, [task("a")])
     [lease] = await waiting
-    assert lease.attempt == 1
+    assert (lease.task_id, lease.attempt) == ("a", 1)
+    await one.finish(running.lease_id, 1.0)
     await one.release([lease.lease_id])
     [dead] = await take(one, "dead", lease_s=0.3)
     [again] = await take(other, "alive")

