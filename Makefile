@@ -44,7 +44,7 @@ test-fleet: env  ## docs/secured-fleet.md as it stands, from the wheel into an e
 test-alerts: env  ## every alert rule fires from real daemons under a real Prometheus, a minute of the rules taken for a second; some three minutes
 	@$(RUN) -m pytest tests/alerts -m alerts $(ARGS)
 
-test-ui: env  ## the dashboard in a real Chromium: what it shows, keys, axe, frames with 5,000 sessions; some four minutes
+test-ui: env  ## the dashboard in a real Chromium: what it shows, keys, axe, frames with 5,000 sessions; some two minutes
 	@$(RUN) -m pytest tests/ui -m ui --show-capture=stdout -rP $(ARGS)
 
 screenshots: env  ## the pictures of docs/dashboard.md, from a real fleet with 5,000 sessions of made-up agents; some four minutes

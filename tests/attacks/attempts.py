@@ -66,7 +66,10 @@ NOBODY = (
         "say that the request came from this host", headers={"X-Forwarded-For": "127.0.0.1", "Forwarded": "for=::1"}
     ),
     Attempt(
-        "ask for another method by a header", method="GET", path="/healthz", headers={"X-HTTP-Method-Override": "POST"}
+        "name another method in a header, where GET needs no key: it counts for nothing",
+        method="GET",
+        path="/healthz",
+        headers={"X-HTTP-Method-Override": "POST"},
     ),
 )
 ANOTHERS = (

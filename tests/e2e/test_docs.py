@@ -112,6 +112,7 @@ class Documented:
             r"--host ([a-z]+-\d) --port (\d+)": self._listen,
             r"--port (\d+)": lambda found: f"--port {self.port(f'gateway:{found[1]}')}",
             r"localhost:7070": "trainer-0:7070",
+            r"localhost:8080": "gateway:8080",
             r"\b([a-z]+-\d|gateway):(\d+)": lambda found: f"127.0.0.1:{self.port(found[0])}",
             r"(?<=[ \"])\./": f"{self.directory}/",
             r"^(gateway (status|top|repack))": rf"\1 --url http://127.0.0.1:{self.port('gateway:8080')}",

@@ -10,7 +10,7 @@ import pytest
 from tests.attacks.attempts import GROUPS
 from tests.attacks.table import PAGE, page, scene, table
 
-HARMLESS = {"ask for another method by a header"}
+HARMLESS = {"name another method in a header, where GET needs no key: it counts for nothing"}
 """It is answered as if the header were not there."""
 
 
