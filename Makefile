@@ -75,8 +75,8 @@ test-verl: env  ## verl's weight updates and agent loops on a fleet of this mach
 verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and what they printed
 	@$(RUN) -m tests.verl $(ARGS)
 
-quick: env  ## the quick part of the tests (one to two minutes on two cores), a fifth of each property's examples
-	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not slow" --hypothesis-profile=quick -n $$((1 + $(CORES))) --dist worksteal $(ARGS)
+quick: env  ## the quick part of the tests (a minute on two cores), a fifth of each property's examples
+	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not slow" --hypothesis-profile=quick -n $$((3 + $(CORES))) --dist worksteal $(ARGS)
 
 check: env  ## format, lint with bandit's rules and hadolint, strict types, import directions, generated parts fresh, once a day `make audit`; seconds, no tests
 	@$(RUN) -m ruff format --check .

@@ -29,6 +29,7 @@ pytest_plugins = [
     "tests.support.quick",
     "tests.support.redis_servers",
     "tests.support.relays",
+    "tests.support.shared_cas",
     "tests.support.unretrieved",
 ]
 

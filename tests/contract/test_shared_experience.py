@@ -321,6 +321,7 @@ async def test_a_lease_whose_reply_was_lost_is_given_back(
     assert names(await sample(a, "t", trajectories=1, trainer_version=1, wait_s=60)) == ["x"]
 
 
+@pytest.mark.slow  # ten seconds, in which the Redis might answer again
 async def test_a_lease_that_cannot_be_given_back_now_is_given_back_later(
     redis_servers: Callable[..., Daemon], opened: Opener
 ) -> None:

@@ -17,7 +17,7 @@ from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutO
 from tests.support.experience_server import ExperienceServer, error_response
 from tests.support.trajectories import make_trajectory
 from tests.unit.gateway_store.disk import until
-from trainer_client import AsyncExperienceReader, Batch, ExperienceReader, Facts, Offer
+from trainer_client import AsyncExperienceReader, Batch, ExperienceReader, Facts, Offer, unanswered
 
 TRAJECTORIES = [make_trajectory(f"g{i // 2}", i % 2, [1, 2], ([3, 4 + i], []), reward=i % 2) for i in range(6)]
 
@@ -457,7 +457,8 @@ async def test_an_address_that_is_no_url_is_refused(url: str) -> None:
             await reader.sample(trajectories=1)
 
 
-async def test_a_gateway_that_hangs_is_given_up_at_the_deadline(gateway: ExperienceServer) -> None:
+async def test_a_gateway_that_hangs_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unanswered, "CLOSE_S", 0.1)  # in which it asks whether it got a lease after all
     released = asyncio.Event()
 
     async def hang(_: web.Request) -> web.Response:
