@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 
 import msgspec
 import pytest
@@ -57,15 +58,23 @@ def test_without_bf16_instructions_bf16_is_slower_and_float32_is_chosen() -> Non
     """The same holds where the processor has none: nothing is skipped."""
     command = [sys.executable, "-m", "gateway", "engine-dtype", "--train", "--json"]
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": WITHOUT_BF16}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    choice = msgspec.convert(json.loads(done.stdout), Choice)
-    assert choice.dtype == "float32", done.stdout
-    found = figures(choice)
-    float32, bfloat16 = found["float32", 1], found["bfloat16", 1]
-    assert (
-        bfloat16.prefill < float32.prefill
-    )  # by a factor of two and more; training by less than what a busy host adds
+    # The best of some runs: a busy machine makes a figure worse, never better.
+    prefill: defaultdict[str, float] = defaultdict(float)
+    train: defaultdict[str, float] = defaultdict(float)
+    for _ in range(5):
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        choice = msgspec.convert(json.loads(done.stdout), Choice)
+        assert choice.dtype == "float32", done.stdout
+        for (dtype, threads), figure in figures(choice).items():
+            if threads == 1:
+                prefill[dtype] = max(prefill[dtype], figure.prefill)
+                train[dtype] = max(train[dtype], figure.train)
+        seconds = {dtype: 1 / prefill[dtype] + 1 / train[dtype] for dtype in prefill}
+        if seconds["bfloat16"] > seconds["float32"]:
+            break
+    assert prefill["bfloat16"] < prefill["float32"]
+    assert seconds["bfloat16"] > seconds["float32"]
 
 
 def test_people_get_a_table_and_the_options_to_use() -> None:
