@@ -243,3 +243,9 @@ def show_bytes(num: int) -> str:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+def show_apart(*sizes: int) -> list[str]:
+    """Sizes that are to be compared: exact where `show_bytes` would not tell two of them apart."""
+    shown = [show_bytes(size) for size in sizes]
+    return shown if len(set(shown)) == len(set(sizes)) else [f"{size:,} bytes" for size in sizes]

@@ -14,7 +14,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from paramserver.config import show_bytes
+from paramserver.config import show_apart, show_bytes
 from paramserver.data.frames import CONGESTION_CONTROL, tune
 from paramserver.memory.mapping import mount_of
 from protos.errors import InvalidRequest
@@ -97,7 +97,7 @@ def judge(host: Host, pool_bytes: int) -> list[Finding]:
         Finding(
             "room for the pool",
             host.free_bytes >= pool_bytes,
-            f"{show_bytes(host.free_bytes)} free, {show_bytes(pool_bytes)} wanted",
+            "{} free, {} wanted".format(*show_apart(host.free_bytes, pool_bytes)),
             f"mount -o remount,size={-(-pool_bytes >> 30) + 1}G ...; in a container, raise --shm-size",
         ),
         Finding(

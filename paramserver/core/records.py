@@ -142,6 +142,19 @@ class Sealed(msgspec.Struct, frozen=True, omit_defaults=True):
     sealed_unix_s: float
     labels: dict[str, str] = {}
 
+    @classmethod
+    def of(cls, manifest: Manifest, root_digest: str, sealed_unix_s: float, labels: dict[str, str]) -> Sealed:
+        return cls(
+            manifest.model,
+            manifest.version,
+            manifest.step,
+            manifest.run,
+            root_digest,
+            manifest.size_bytes,
+            sealed_unix_s,
+            labels,
+        )
+
 
 class Ended(msgspec.Struct, frozen=True):
     """A version that can never be had again, and why."""

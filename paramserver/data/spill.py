@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paramserver.config import show_bytes
-from paramserver.core.records import ChunkMap, Manifest
+from paramserver.core.records import ChunkMap, Manifest, Sealed
 from paramserver.core.transfer import Want
 from paramserver.data.frames import Greeting, LinkBroken
 from paramserver.data.transport import Arrived, Link, Source
@@ -42,7 +42,7 @@ class Spill:
         self.failures = 0
         self._retain = retain
         self._report_changed = changed
-        self._wanted: dict[str, tuple[Snapshot, str]] = {}
+        self._wanted: dict[str, tuple[Snapshot, Sealed]] = {}
         self._dropped: dict[str, int] = {}  # to be removed
         self._changed = threading.Condition()
         self._closing = False
@@ -75,7 +75,7 @@ class Spill:
             raise NotFound(f"version {greeting.version} of {greeting.model} is not on this disk")
         return FileLink(found)
 
-    def want(self, snapshot: Snapshot, root_digest: str) -> None:
+    def want(self, snapshot: Snapshot, sealed: Sealed) -> None:
         """Writes a shown version when its turn comes, unless a newer one of its model comes first."""
         manifest = snapshot.manifest
         with self._changed:
@@ -83,7 +83,7 @@ class Spill:
             if (manifest.model, manifest.version) not in self._found and (
                 waiting is None or waiting[0].manifest.version < manifest.version
             ):
-                self._wanted[manifest.model] = (snapshot, root_digest)
+                self._wanted[manifest.model] = (snapshot, sealed)
                 self._changed.notify_all()
 
     def drop(self, model: str, below: int) -> None:
@@ -111,10 +111,10 @@ class Spill:
                     )
                     self._remove(one)
                 continue
-            snapshot, root_digest = taken
+            snapshot, sealed = taken
             try:
                 with snapshot.linked():  # keeps it while it is written, unless its room is needed
-                    self._write(snapshot, root_digest)
+                    self._write(snapshot, sealed)
             except NotFound as error:
                 log.info("not spilled: %s", error)
             except OSError as error:
@@ -124,7 +124,7 @@ class Spill:
                 self.failures += 1
                 log.error("%s is not spilled to %s", snapshot, self.directory, exc_info=error)
 
-    def _take(self) -> tuple[Snapshot, str] | list[StoredSnapshot] | None:
+    def _take(self) -> tuple[Snapshot, Sealed] | list[StoredSnapshot] | None:
         """The snapshot to write next, or versions to remove; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._wanted or self._dropped)
@@ -138,9 +138,9 @@ class Spill:
             model = min(self._wanted)
             return self._wanted.pop(model)
 
-    def _write(self, snapshot: Snapshot, root_digest: str) -> None:
+    def _write(self, snapshot: Snapshot, sealed: Sealed) -> None:
         manifest, started = snapshot.manifest, time.monotonic()
-        made = StoredSnapshot(self.directory, manifest, root_digest, tuple(snapshot.digests()))
+        made = StoredSnapshot(self.directory, manifest, sealed, tuple(snapshot.digests()))
         self._make_room(manifest)
         stored.copy_out([file.view() for file in snapshot.files], made, snapshot.reading)
         seconds = time.monotonic() - started

@@ -174,7 +174,7 @@ class Publications:
             # The number again, now that nothing is awaited any more before the version is opened: while memory was
             # allocated, the watch may have brought versions that are newer than the number of the first manifest.
             manifest = self._manifest(model, run, step, files, epoch)
-            snapshot = self._store.open(manifest, allotment)
+            snapshot = self._store.open(manifest, allotment, labels)
         except BaseException:
             self._store.pool.release(allotment)
             raise

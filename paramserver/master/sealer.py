@@ -144,16 +144,7 @@ class Sealer:
 
     async def _seal(self, draft: Draft) -> None:
         manifest = draft.manifest
-        sealed = Sealed(
-            manifest.model,
-            manifest.version,
-            manifest.step,
-            manifest.run,
-            draft.root,
-            manifest.size_bytes,
-            time.time(),
-            draft.announced.labels,
-        )
+        sealed = Sealed.of(manifest, draft.root, time.time(), draft.announced.labels)
         seal_key = keys.version_key(manifest.model, manifest.version, "sealed")
         guards = [Absent(seal_key), Absent(keys.version_key(manifest.model, manifest.version, "ended"))]
         draft.in_doubt = True

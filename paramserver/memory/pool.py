@@ -7,7 +7,8 @@ Invariants:
   may take that one at any time; only the holder of `_shaping` makes files or changes their sizes, in its own thread;
 - room is promised (`reserve`) before it is there (`fill`): what was promised to one version is refused to all others;
 - the relay keeps exactly one open description per file, so that a write lease on it (`F_SETLEASE F_WRLCK`) is
-  refused exactly while a reader elsewhere still has the file open or mapped;
+  refused exactly while a reader elsewhere still has the file open or mapped; a hard link counts as a reader;
+- free files give way to those that are wanted where descriptors are scarce, too;
 - a file leaves its published path before it is checked, and is never shortened while a foreign mapping may live;
 - memory is allocated with `fallocate`: a full tmpfs refuses here and kills no writer later.
 
@@ -36,7 +37,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paramserver.config import show_bytes
+from paramserver.config import show_apart, show_bytes
 from paramserver.memory.mapping import HUGE_BYTES, FileMapping, mount_of
 from paramserver.memory.stored import lock_directory
 from protos.errors import Conflict, OutOfCapacity, TooLarge, Unavailable
@@ -150,6 +151,10 @@ class PoolFile:
         fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return False
 
+    def linked_elsewhere(self) -> bool:
+        """Whether the file has another name (a hard link), which would show the next version's bytes."""
+        return os.fstat(self.fd).st_nlink > 1
+
     def destroy(self) -> None:
         self.path.unlink(missing_ok=True)
         self.leave()
@@ -262,9 +267,9 @@ class Pool:
         found = os.statvfs(self.directory)
         new_bytes = self.pool_bytes - self._used_bytes()
         if new_bytes > found.f_bavail * found.f_frsize:  # refused before other processes lose their memory to the try
+            wanted, free = show_apart(new_bytes, found.f_bavail * found.f_frsize)
             raise OutOfCapacity(
-                f"a pool of {show_bytes(self.pool_bytes)}, "
-                f"{self.directory} has room for {show_bytes(found.f_bavail * found.f_frsize)}",
+                f"a pool of {show_bytes(self.pool_bytes)} wants {wanted}, {self.directory} has room for {free}",
                 hint="lower --pool-bytes, or point --pool-dir at a larger tmpfs",
             )
         blank = self.pool_bytes // max(NUM_BLANKS, -(-self.pool_bytes // BLANK_BYTES_MAX))
@@ -286,10 +291,12 @@ class Pool:
         """Takes over files of an earlier life, as they are. OutOfCapacity when the pool is smaller now."""
         with self._mutex:
             files = _found_again(paths)
-            if sum(file.size_bytes for file in files) > self._available_bytes():
+            size_bytes = sum(file.size_bytes for file in files)
+            if size_bytes > self._available_bytes():
                 for file in files:
                     file.destroy()
-                raise OutOfCapacity(f"what was found does not fit in a pool of {show_bytes(self.pool_bytes)}")
+                wanted, available = show_apart(size_bytes, self._available_bytes())
+                raise OutOfCapacity(f"{wanted} wanted, {available} left of --pool-bytes")
             self._used.update(files)
             self._allocated_bytes += sum(file.size_bytes for file in files)
             return files
@@ -312,9 +319,8 @@ class Pool:
                     hint="raise it (ulimit -n), or publish in fewer, larger files",
                 )
             if sum(sizes) > self._available_bytes():
-                raise OutOfCapacity(
-                    f"{show_bytes(sum(sizes))} wanted, {show_bytes(self._available_bytes())} available in the pool"
-                )
+                wanted, available = show_apart(sum(sizes), self._available_bytes())
+                raise OutOfCapacity(f"{wanted} wanted, {available} available in the pool")
             allotment = Allotment(sizes)
             self._take_exact(allotment)
             self._promised.add(allotment)
@@ -377,6 +383,10 @@ class Pool:
         with self._mutex:
             for file in files:
                 self._used.discard(file)
+                if file.linked_elsewhere():
+                    log.warning(
+                        "%s has another name (a hard link): its memory comes back when that is removed", file.path
+                    )
                 file.move(self._next_path())
                 self._quarantined.add(file)
             self._sweep()
@@ -529,16 +539,23 @@ class Pool:
         missing = sum(len(allotment.missing()) for allotment in self._promised)
         return limit - DESCRIPTORS_KEPT - len(self._used) - len(self._quarantined) - missing
 
+    def _too_many_free(self) -> list[PoolFile]:
+        """Free files, the smallest first, that have to go before one more file is opened; taken off the free ones."""
+        spare = self._spare_descriptors() + sum(len(allotment.missing()) for allotment in self._promised)
+        going = sorted(self._free, key=lambda file: file.size_bytes)[: max(0, len(self._free) + 1 - spare)]
+        self._free = [file for file in self._free if file not in going]
+        return going
+
     def _sweep(self) -> None:
         for file in sorted(self._quarantined - self._condemned, key=lambda file: file.path):
             try:
-                mapped = file.mapped_elsewhere()
+                in_use = file.linked_elsewhere() or file.mapped_elsewhere()
             except OSError as error:  # such as a file of another user's: unknown counts as read, for good
                 log.warning("%s cannot be checked for readers and is given up: %s", file.path, error)
                 self._condemned.add(file)
                 self._uncut = True
                 continue
-            if not mapped:
+            if not in_use:
                 self._quarantined.discard(file)
                 self._free.append(file)
                 self._uncut = True
@@ -610,9 +627,16 @@ class Pool:
                 with self._mutex:
                     self._free.append(victim)
             else:
-                self._resize(victim, 0)  # its publisher may have kept a mapping, which would keep the memory
-                self._destroy([victim])
+                self._give_up([victim])
+        with self._mutex:
+            going = self._too_many_free()
+        self._give_up(going)
         return self._create(size, grown)
+
+    def _give_up(self, free: Sequence[PoolFile]) -> None:
+        for file in free:
+            self._resize(file, 0)  # its publisher may have kept a mapping, which would keep the memory
+        self._destroy(free)
 
     def _spare(self, expected: bool) -> Iterator[PoolFile]:
         """Free files, without those that an expected version will take unless `expected`."""

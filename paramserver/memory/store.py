@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from paramserver.config import show_bytes
-from paramserver.core.records import ChunkMap, Holding, Manifest, digest, version_root
+from paramserver.config import show_apart, show_bytes
+from paramserver.core.records import ChunkMap, Holding, Manifest, Sealed, digest, version_root
 from paramserver.memory.pool import Allotment, Pool, PoolFile
 from paramserver.memory.stored import (
     StoredSnapshot,
@@ -48,6 +48,7 @@ class Snapshot:
         self.files = files
         self.directory = directory
         self.written_elsewhere = False  # a publisher got the descriptors
+        self.sealed: Sealed | None = None  # once it is shown
         self.record_failed = False
         self.leaving = False  # its memory is being given back
         self.holding = Holding()  # how a fetch brought it here
@@ -216,8 +217,9 @@ class Store:
     def check_size(self, what: str, size_bytes: int) -> None:
         """TooLarge when `what` can never fit."""
         if size_bytes > self.pool.pool_bytes:
+            wanted, pool = show_apart(size_bytes, self.pool.pool_bytes)
             raise TooLarge(
-                f"{what} takes {show_bytes(size_bytes)}, the pool has {show_bytes(self.pool.pool_bytes)}",
+                f"{what} takes {wanted}, the pool has {pool}",
                 hint=f"start the relay with --pool-bytes of at least {show_bytes(4 * size_bytes)}",
             )
 
@@ -227,10 +229,15 @@ class Store:
         if self._directory("filling", manifest).exists() or self.get(manifest.model, manifest.version) is not None:
             raise OutOfCapacity(f"another version {manifest.version} of {manifest.model} is still on its way out")
 
-    def open(self, manifest: Manifest, allotment: Allotment | None = None) -> Snapshot:
-        """Begins a version in the memory of `allotment`, filled; without one takes memory here, which may block."""
+    def open(
+        self, manifest: Manifest, allotment: Allotment | None = None, labels: dict[str, str] | None = None
+    ) -> Snapshot:
+        """Begins a version in the memory of `allotment`, filled; without one takes memory here, which may block.
+
+        `labels`: those that it will be sealed with.
+        """
         self.check(manifest)
-        reserve_record(self.pool.directory, manifest)
+        reserve_record(self.pool.directory, manifest, labels or {})
         sizes = [file.size_bytes for file in manifest.files]
         files = self.pool.take(sizes) if allotment is None else self.pool.claim(allotment)
         directory = self._directory("filling", manifest)
@@ -252,10 +259,13 @@ class Store:
         """
         try:
             files = self.pool.adopt(stored.files)
-        except OutOfCapacity:
-            del self._left[Key(stored.manifest.model, stored.manifest.version)]
+        except OutOfCapacity as error:
+            manifest = stored.manifest
+            del self._left[Key(manifest.model, manifest.version)]
             remove_stored(stored)
-            raise
+            raise OutOfCapacity(
+                f"version {manifest.version} of {manifest.model}, left by an earlier life, is dropped: {error.message}"
+            ) from error
         except OSError as error:
             raise Unavailable(
                 f"{stored.directory}, left by an earlier life, cannot be read: {error.strerror}"
@@ -288,14 +298,15 @@ class Store:
             self._changed.wait_for(lambda: Key(model, version) in self._snapshots, timeout_s)
             return self.get(model, version)
 
-    def publish(self, snapshot: Snapshot) -> Path:
-        """Makes the version visible to readers; returns its directory."""
+    def publish(self, snapshot: Snapshot, sealed: Sealed) -> Path:
+        """Makes the version, sealed so, visible to readers; returns its directory."""
         path = self._directory("snapshots", snapshot.manifest)
         path.parent.mkdir(parents=True, exist_ok=True)
         snapshot.directory.rename(path)
         snapshot.directory = path
         for file, spec in zip(snapshot.files, snapshot.manifest.files, strict=True):
             file.path = path / spec.name
+        snapshot.sealed = sealed
         self._unrecorded[Key(snapshot.manifest.model, snapshot.manifest.version)] = snapshot
         self.record_shown()
         return path
@@ -303,8 +314,9 @@ class Store:
     def record_shown(self) -> None:
         """Writes the records of what is shown; what could not be written is tried again by the next call."""
         for key, snapshot in list(self._unrecorded.items()):
+            assert snapshot.sealed is not None, "it was published"
             try:
-                write_record(self.pool.directory, snapshot.manifest, snapshot.root(), snapshot.digests())
+                write_record(self.pool.directory, snapshot.manifest, snapshot.sealed, snapshot.digests())
             except OSError as error:
                 if not snapshot.record_failed:
                     log.error("the record of %s cannot be written, so no engine can prove it: %s", snapshot, error)

@@ -1,7 +1,7 @@
 """Snapshots as files with a record: those that a crash leaves in shared memory, and spilled ones on disk.
 
 Invariants:
-- beside the files of a snapshot, never among them, stands a record: manifest, root, and every chunk's digest;
+- beside the files of a snapshot, never among them, stands a record: manifest, seal, and every chunk's digest;
 - a record is written whole before it has its name, and none is trusted: sizes are compared at once, bytes hashed
   before they count, and the root must be the one that the registry has sealed.
 """
@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from paramserver.core.records import DIGEST_BYTES, PARTIAL, ChunkMap, Manifest, version_root
+from paramserver.core.records import DIGEST_BYTES, PARTIAL, ChunkMap, Manifest, Sealed, version_root
 from protos.decoding import decode_json
 from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, Unavailable
 
@@ -32,11 +33,18 @@ SPARES = ".spare"  # among the records; no model has such a name
 NUM_SPARES = 4
 SPARE_BYTES = 64 << 10
 COPY_BYTES = 16 << 20
+LONGEST_TIME_S = 1234567890.1234567  # no time of day takes more characters
 
 
 class _Head(msgspec.Struct, frozen=True):
     manifest: Manifest
     root_digest: str
+    sealed_unix_s: float = 0.0  # 0: by a release that kept neither this nor labels
+    labels: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, manifest: Manifest, sealed: Sealed) -> _Head:
+        return cls(manifest, sealed.root_digest, sealed.sealed_unix_s, sealed.labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +53,12 @@ class StoredSnapshot:
 
     base: Path
     manifest: Manifest
-    root_digest: str
+    sealed: Sealed
     digests: tuple[bytes, ...]
+
+    @property
+    def root_digest(self) -> str:
+        return self.sealed.root_digest
 
     @property
     def directory(self) -> Path:
@@ -99,14 +111,18 @@ def keep_spare_records(base: Path) -> None:
         _allocate(spares / f"spare-{at}", SPARE_BYTES, base)
 
 
-def reserve_record(base: Path, manifest: Manifest) -> None:
-    """Room for a snapshot's record, taken before its first byte comes. OutOfCapacity when the file system is full."""
+def reserve_record(base: Path, manifest: Manifest, labels: dict[str, str]) -> None:
+    """Room for a snapshot's record, taken before its first byte comes. OutOfCapacity when the file system is full.
+
+    `labels`: those that it will be sealed with.
+    """
     path = _partial(base, manifest)
     path.parent.mkdir(parents=True, exist_ok=True)
     spare = min((base / RECORDS / SPARES).glob("spare-*"), default=None)
     if spare is not None:
         spare.rename(path)
-    head = len(msgspec.json.encode(_Head(manifest, "0" * 2 * DIGEST_BYTES))) + 1
+    sealed = Sealed.of(manifest, "0" * 2 * DIGEST_BYTES, LONGEST_TIME_S, labels)
+    head = len(msgspec.json.encode(_Head.of(manifest, sealed))) + 1
     _allocate(path, head + DIGEST_BYTES * ChunkMap.of(manifest).num_chunks, base)
 
 
@@ -125,13 +141,13 @@ def _allocate(path: Path, size_bytes: int, base: Path) -> None:
 
 
 def write_record(
-    base: Path, manifest: Manifest, root_digest: str, digests: Sequence[bytes], *, durable: bool = False
+    base: Path, manifest: Manifest, sealed: Sealed, digests: Sequence[bytes], *, durable: bool = False
 ) -> None:
     """Writes the record of a snapshot, into what was reserved for it; durable if so wanted, as far as `base` is."""
     partial = _partial(base, manifest)
     partial.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644), "wb") as file:
-        file.write(msgspec.json.encode(_Head(manifest, root_digest)) + b"\n")
+        file.write(msgspec.json.encode(_Head.of(manifest, sealed)) + b"\n")
         file.write(b"".join(digests))
         file.truncate()
         file.flush()
@@ -171,9 +187,18 @@ def sweep(base: Path) -> None:
 
 
 def find(base: Path) -> list[StoredSnapshot]:
-    """Every snapshot below `base` with a whole record and files of the right sizes, newest first per model."""
-    found = [stored for path in sorted((base / RECORDS).glob("*/v*"), reverse=True) for stored in _read(base, path)]
-    return [stored for stored in found if stored.record.exists()]
+    """Every snapshot below `base` with a whole record and files of the right sizes.
+
+    Where there is room for some of them only, the first ones are to be kept: every model's newest, those sealed last
+    before others, then every model's next one.
+    """
+    places: Counter[str] = Counter()
+    ranked: list[tuple[int, float, StoredSnapshot]] = []
+    for path in sorted((base / RECORDS).glob("*/v*"), reverse=True):
+        for stored in _read(base, path):
+            ranked.append((places[stored.manifest.model], -stored.sealed.sealed_unix_s, stored))
+            places[stored.manifest.model] += 1
+    return [stored for *_, stored in sorted(ranked, key=lambda one: one[:2])]
 
 
 def beside(directory: Path) -> StoredSnapshot:
@@ -184,7 +209,7 @@ def beside(directory: Path) -> StoredSnapshot:
     base = directory.parent.parent.parent
     path = base / RECORDS / directory.parent.name / directory.name
     try:
-        stored = _parse(base, path.read_bytes())
+        stored = _parse(base, path)
     except OSError as error:
         raise NotFound(
             f"{directory} has no record: {error}", hint="give the path that a relay's acquire returned"
@@ -200,7 +225,7 @@ def _read(base: Path, path: Path) -> Iterator[StoredSnapshot]:
     if path.suffix == PARTIAL:
         return
     try:
-        stored = _parse(base, path.read_bytes())
+        stored = _parse(base, path)
     except msgspec.MsgspecError as error:
         log.warning("%s is damaged: %s", path, error)
         return
@@ -211,11 +236,13 @@ def _read(base: Path, path: Path) -> Iterator[StoredSnapshot]:
         yield stored
 
 
-def _parse(base: Path, record: bytes) -> StoredSnapshot:
-    head, _, tail = record.partition(b"\n")
+def _parse(base: Path, record: Path) -> StoredSnapshot:
+    head, _, tail = record.read_bytes().partition(b"\n")
     found = decode_json(head, _Head)
     digests = tuple(tail[start : start + DIGEST_BYTES] for start in range(0, len(tail), DIGEST_BYTES))
-    return StoredSnapshot(base, found.manifest, found.root_digest, digests)
+    sealed_unix_s = found.sealed_unix_s or record.stat().st_mtime  # it was written when the version was shown
+    sealed = Sealed.of(found.manifest, found.root_digest, sealed_unix_s, found.labels)
+    return StoredSnapshot(base, found.manifest, sealed, digests)
 
 
 def _wrong(stored: StoredSnapshot, path: Path) -> str:
@@ -248,7 +275,7 @@ def copy_out(
             _write(partial / spec.name, view, reading)
         shutil.rmtree(stored.directory, ignore_errors=True)
         partial.rename(stored.directory)
-        write_record(stored.base, stored.manifest, stored.root_digest, stored.digests, durable=True)
+        write_record(stored.base, stored.manifest, stored.sealed, stored.digests, durable=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         stored.record.with_suffix(PARTIAL).unlink(missing_ok=True)

@@ -163,7 +163,7 @@ class Reconciler:
     def _show(self, sealed: Sealed) -> None:
         snapshot = self._store.get(sealed.model, sealed.version)
         assert snapshot is not None
-        path = self._store.publish(snapshot)
+        path = self._store.publish(snapshot, sealed)
         log.info(
             "%s version %d (step %d) available at %s",
             sealed.model,
@@ -176,7 +176,7 @@ class Reconciler:
         )
         self._holdings.hold(sealed.model, sealed.version, snapshot.holding)
         if self._spill is not None:
-            self._spill.want(snapshot, sealed.root_digest)
+            self._spill.want(snapshot, sealed)
 
     def _drop(self, model: str, version: int, why: str) -> None:
         self._holdings.unhold(model, version)
@@ -238,7 +238,7 @@ class Reconciler:
             self.reconcile(manifest.model)
             return None
         try:
-            snapshot = self._store.open(manifest, allotment)
+            snapshot = self._store.open(manifest, allotment, due.announced.labels)
         except OutOfCapacity as error:
             self._store.pool.release(allotment)
             self._leave_chain(due, error)

@@ -23,7 +23,7 @@ import msgspec
 import psutil
 import pytest
 
-from paramserver.core.records import Epoch, digest
+from paramserver.core.records import Epoch, Sealed, digest
 from paramserver.core.transfer import Want
 from paramserver.data import frames
 from paramserver.data.fetch import Fetch, Tiers
@@ -106,7 +106,7 @@ class Scene:
         disk = self.directory / f"disk{len(self.spills)}"
         spill = Spill(disk, retain=1, changed=lambda _: None)
         self.spills[str(disk)] = spill
-        spill.want(host.snapshot, host.snapshot.root())
+        spill.want(host.snapshot, Sealed.of(host.snapshot.manifest, host.snapshot.root(), 1.0, {}))
         found = until(lambda: spill.source("policy", 1), "the version is on disk")
         return Source(f"spill-{len(self.spills)}", found.address)
 

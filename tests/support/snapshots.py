@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from paramserver.core.records import CHUNK_BYTES, ChunkMap, Epoch, FileSpec, Manifest, digest, version_root
+from paramserver.core.records import CHUNK_BYTES, ChunkMap, Epoch, FileSpec, Manifest, Sealed, digest, version_root
 from paramserver.memory.stored import RECORDS, SNAPSHOTS, relative_path, write_record
 
 TORN_BYTES = 100
@@ -50,7 +51,7 @@ def seal(
         for chunk in map(chunks.chunk, range(chunks.num_chunks))
     ]
     root = version_root(manifest, digests)
-    write_record(base, manifest, root, digests)
+    write_record(base, manifest, Sealed.of(manifest, root, time.time(), {}), digests)
     return SealedSnapshot(directory, version, root)
 
 

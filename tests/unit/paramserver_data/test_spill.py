@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paramserver.core.records import Epoch, FileSpec, Manifest, digest
+from paramserver.core.records import Epoch, FileSpec, Manifest, Sealed, digest
 from paramserver.data.spill import Spill
 from paramserver.memory import stored
 from paramserver.memory.pool import Pool
@@ -54,8 +54,12 @@ def shown(store: Store, version: int) -> Snapshot:
     return snapshot
 
 
+def sealed(snapshot: Snapshot) -> Sealed:
+    return Sealed.of(snapshot.manifest, snapshot.root(), 1.0, {})
+
+
 def write(spill: Spill, snapshot: Snapshot) -> None:
-    spill._write(snapshot, snapshot.root())
+    spill._write(snapshot, sealed(snapshot))
 
 
 def on_disk(spill: Spill) -> list[int]:
@@ -144,7 +148,7 @@ def test_a_version_that_is_wanted_is_written_by_the_spills_own_thread(
     store: Store, make_spill: Callable[..., Spill]
 ) -> None:
     spill, snapshot = make_spill(), shown(store, 1)
-    spill.want(snapshot, snapshot.root())
+    spill.want(snapshot, sealed(snapshot))
     deadline = time.monotonic() + 60.0
     while not on_disk(spill):
         assert time.monotonic() < deadline

@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from paramserver.core.records import Epoch, FileSpec, Manifest, digest
+from paramserver.core.records import Epoch, FileSpec, Manifest, Sealed, digest
+from paramserver.daemon.process import find_again
 from paramserver.memory import pool as pool_module
 from paramserver.memory import store as store_module
 from paramserver.memory import stored
@@ -24,6 +26,7 @@ from paramserver.memory.mapping import HUGE_BYTES, FileMapping
 from paramserver.memory.pool import Pool, PoolFile
 from paramserver.memory.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge
+from tests.sim.actors import abandon
 from tests.support.skips import needs
 
 MIB = 1 << 20
@@ -286,11 +289,15 @@ def fill(snapshot: Snapshot) -> None:
         snapshot.present(index, digest(place))
 
 
+def sealed(snapshot: Snapshot) -> Sealed:
+    return Sealed.of(snapshot.manifest, snapshot.root(), 1234567890.5, {"note": "a label"})
+
+
 def test_a_version_that_is_still_on_its_way_out_is_not_opened_again(store: Store) -> None:
     """Its removal would take the new one along."""
     old = store.open(manifest(1, 10_000))
     fill(old)
-    store.publish(old)
+    store.publish(old, sealed(old))
     with pytest.raises(OutOfCapacity, match="another version 1 of policy is still on its way out"):
         store.open(manifest(1, 10_000))
     store.remove(old, "retention")
@@ -303,7 +310,7 @@ def test_a_snapshot_appears_under_its_path_only_when_published(store: Store) -> 
     fill(snapshot)
     assert snapshot.complete
     assert not (store.pool.directory / "snapshots/policy").exists()
-    path = store.publish(snapshot)
+    path = store.publish(snapshot, sealed(snapshot))
     assert sorted(file.name for file in path.iterdir()) == ["f0", "f1", "f2"]
     assert (path / "f0").read_bytes()[:4096] == bytes(4096)
     assert (path / "f0").read_bytes()[4096:8192] == b"\x01" * 4096
@@ -405,16 +412,16 @@ def test_the_record_of_a_version_has_its_room_before_the_version_comes(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines prove a version by its record: a tmpfs that others fill meanwhile must not keep it from them."""
-    snapshot = store.open(manifest(1, 10_000, 0, 5))
+    snapshot = store.open(manifest(1, 10_000, 0, 5), labels={"note": "a label"})
     (partial,) = store.pool.directory.glob("records/policy/*")
     reserved = partial.stat()
     assert reserved.st_blocks * 512 >= reserved.st_size
     fill(snapshot)
-    path = store.publish(snapshot)
+    path = store.publish(snapshot, sealed(snapshot))
     (record,) = store.pool.directory.glob("records/policy/*")
     assert record.stat().st_ino == reserved.st_ino
     assert record.stat().st_size <= reserved.st_size
-    assert stored.beside(path).root_digest == snapshot.root()
+    assert stored.beside(path).sealed == sealed(snapshot)
 
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -434,7 +441,7 @@ def test_a_record_that_could_not_be_written_is_written_as_soon_as_it_can_be(
     fill(snapshot)
     with monkeypatch.context() as patch:
         patch.setattr(store_module, "write_record", failing)
-        path = store.publish(snapshot)
+        path = store.publish(snapshot, sealed(snapshot))
     with pytest.raises(NotFound, match="has no record"):
         stored.beside(path)
     store.record_shown()
@@ -599,3 +606,61 @@ def test_a_detached_mapping_holds_its_file_no_more_and_its_views_stay_readable(d
 def test_what_cannot_be_mapped_is_refused_with_its_reason() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         FileMapping(-1, MIB)
+
+
+def test_a_file_with_a_hard_link_is_not_written_again_before_the_link_goes(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    (file,) = pool.take([4 * MIB])
+    file.view()[:5] = b"first"
+    kept = pool.directory.parent / "kept"
+    os.link(file.path, kept)
+    assert pool.give_back([file]) == 4 * MIB
+    assert "has another name (a hard link)" in caplog.text
+    others = pool.take([4 * MIB] * 3)
+    for other in others:
+        other.view()[:5] = b"other"
+    with pytest.raises(OutOfCapacity):
+        pool.take([4 * MIB])
+    assert kept.read_bytes()[:5] == b"first"
+    kept.unlink()
+    assert pool.sweep() == 0
+    pool.give_back(pool.take([4 * MIB]) + others)
+
+
+def test_files_that_are_free_leave_descriptors_to_those_that_are_wanted(pool: Pool) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    others = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (pool_module.DESCRIPTORS_KEPT + 200, limits[1]))
+    try:
+        for size in range(1000, 10_000, 1000):  # a layout of its own each time: no file is of use to the next version
+            pool.give_back(pool.take([size] * 150))
+            assert len(os.listdir("/proc/self/fd")) <= others + 200
+        pool.give_back(pool.take([16 * MIB]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_sizes_that_differ_by_little_are_told_apart(pool: Pool, store: Store) -> None:
+    with pytest.raises(OutOfCapacity, match="16,777,217 bytes wanted, 16,777,216 bytes available in the pool"):
+        pool.take([16 * MIB + 1])
+    with pytest.raises(TooLarge, match=r"takes [0-9,]+ bytes, the pool has [0-9,]+ bytes"):
+        store.check_size("it", store.pool.pool_bytes + 1)
+
+
+def test_a_smaller_pool_keeps_every_models_newest_and_of_those_the_last_sealed(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(Pool(directory / "pool", 16 * MIB))
+    for at, (model, version) in enumerate([("b", 1), ("b", 2), ("c", 7), ("c", 8), ("a", 3), ("a", 4)]):
+        snapshot = store.open(msgspec.structs.replace(manifest(version, MIB), model=model))
+        fill(snapshot)
+        store.publish(snapshot, Sealed.of(snapshot.manifest, snapshot.root(), 100.0 + at, {}))
+    abandon(store.pool)
+    for pool_bytes, kept in ((4 * MIB, ["a4", "c8", "b2", "a3"]), (2 * MIB, ["a4", "c8"])):
+        left = stored.find(directory / "pool")
+        smaller = Pool(directory / "pool", pool_bytes, keep=[path for one in left for path in one.paths])
+        found = find_again(Store(smaller, left), left)
+        assert [f"{one.manifest.model}{one.manifest.version}" for one in found] == kept
+        abandon(smaller)
+    assert "version 2 of b, left by an earlier life, is dropped: 1 MiB wanted, 0 B left of --pool-bytes" in caplog.text
