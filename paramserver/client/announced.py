@@ -15,7 +15,10 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Required, TypeVar, Unpack, cast
+
+import msgspec
 
 from paramserver.client.relay import RelayClient
 from paramserver.config import show_bytes
@@ -30,6 +33,8 @@ from paramserver.core.layout import (
 )
 from paramserver.core.lineage import Lineage, Origin
 from paramserver.core.records import SOLE, Rank, check_model_name
+from paramserver.data.frames import Greeting
+from paramserver.data.publisher_link import NotItsSocket
 from protos.announce_options import DEFAULTS, AnnounceOptions, MasterOptions
 from protos.errors import (
     Conflict,
@@ -187,6 +192,35 @@ async def given_up(
     await _abort(master, model, opened, error)
     if isinstance(error, Conflict | NotFound | VersionLost) and not relay.lineages[model].refuses(origin_of(opened)):
         await _check_epoch(master, model, opened, error)
+
+
+def by_socket_or_port(
+    master: RelayClient,
+    model: str,
+    opened: pb.AnnounceReply,
+    by_socket: Callable[[Path, Greeting], T],
+    by_port: Callable[[str, Greeting], T],
+    *,
+    force_tcp: bool,
+) -> T:
+    """The result of `by_socket` where the master is on this host, else, and with `force_tcp`, of `by_port`.
+
+    Why the bytes go over the data port is logged once for each master.
+    """
+    greeting = Greeting("write", model, opened.version, f"{socket.gethostname()}:{os.getpid()}", token=opened.token)
+    if opened.publish_socket and not force_tcp:  # empty: the relay takes bytes only
+        path = Path(opened.publish_socket)
+        try:
+            return by_socket(path, msgspec.structs.replace(greeting, purpose="map", to=opened.instance))
+        except NotItsSocket as error:
+            if not master.port_was_logged:
+                level = (
+                    logging.WARNING if path.exists() else logging.INFO
+                )  # of another host's master there is none here
+                why = "the bytes go over the data port of %s, not through its socket %s: %s"
+                log.log(level, why, master.address, path, str(error))
+                master.port_was_logged = True
+    return by_port(opened.data_address, greeting)
 
 
 def check_lineage(relay: RelayClient, model: str, opened: pb.AnnounceReply) -> None:

@@ -10,10 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Unpack
 
 from paramserver.client.announced import (
@@ -21,6 +18,7 @@ from paramserver.client.announced import (
     announced,
     announcement,
     at_a_master,
+    by_socket_or_port,
     check_lineage,
     files_of,
     given_up,
@@ -31,7 +29,6 @@ from paramserver.client.relay import RelayClient
 from paramserver.client.sources import FileSource, TensorSource
 from paramserver.client.ticket import Ticket
 from paramserver.core.layout import PLAIN, FileLayout
-from paramserver.data.frames import Greeting
 from paramserver.data.publish import Image, write_mapped, write_tcp
 from protos.laminar.v1 import relay_pb2 as pb
 
@@ -95,11 +92,11 @@ async def _publish_once(
 
 
 def _write(master: RelayClient, model: str, opened: pb.AnnounceReply, image: Image, force_tcp: bool) -> list[bytes]:
-    path = Path(opened.publish_socket)  # empty: the relay takes bytes only
-    name = f"{socket.gethostname()}:{os.getpid()}"
-    if opened.publish_socket and not force_tcp and os.access(path, os.W_OK):
-        return write_mapped(
-            path, Greeting("map", model, opened.version, name, token=opened.token), image, master.mappings
-        )
-    greeting = Greeting("write", model, opened.version, name, token=opened.token)
-    return write_tcp(opened.data_address, greeting, image, access=master.data_access)
+    return by_socket_or_port(
+        master,
+        model,
+        opened,
+        lambda path, greeting: write_mapped(path, greeting, image, master.mappings),
+        lambda address, greeting: write_tcp(address, greeting, image, access=master.data_access),
+        force_tcp=force_tcp,
+    )

@@ -224,6 +224,7 @@ class RelayClient:
         self._others: tuple[str, ...] = ()  # addresses of further relays, for when this one is silent
         self._id = secrets.token_hex(8)
         self.mappings = Mappings()
+        self.port_was_logged = False  # why bytes for this relay go over its data port
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Unpack
 
 import msgspec
@@ -24,6 +21,7 @@ from paramserver.client.announced import (
     announced,
     announcement,
     at_a_master,
+    by_socket_or_port,
     check_lineage,
     files_of,
     given_up,
@@ -34,7 +32,6 @@ from paramserver.client.relay import RelayClient
 from paramserver.client.ticket import Ticket
 from paramserver.core.layout import PLAIN, FileLayout, PlainFile, TensorSpec, plan_layout
 from paramserver.core.records import ChunkMap
-from paramserver.data.frames import Greeting
 from paramserver.data.publisher_link import Mappings
 from paramserver.data.streamed import StreamWriter, open_mapped, open_tcp
 from protos.decoding import decode_msgpack
@@ -232,13 +229,14 @@ def _open_writer(
     layouts: Mapping[int, FileLayout],
     force_tcp: bool,
 ) -> StreamWriter:
-    path = Path(opened.publish_socket)  # empty: the relay takes bytes only
-    name = f"{socket.gethostname()}:{os.getpid()}"
-    if opened.publish_socket and not force_tcp and os.access(path, os.W_OK):
-        greeting = Greeting("map", model, opened.version, name, token=opened.token)
-        return open_mapped(path, greeting, layouts, mappings)
-    greeting = Greeting("write", model, opened.version, name, token=opened.token)
-    return open_tcp(opened.data_address, greeting, layouts, access=master.data_access)
+    return by_socket_or_port(
+        master,
+        model,
+        opened,
+        lambda path, greeting: open_mapped(path, greeting, layouts, mappings),
+        lambda address, greeting: open_tcp(address, greeting, layouts, access=master.data_access),
+        force_tcp=force_tcp,
+    )
 
 
 def _close_late(opening: asyncio.Future[StreamWriter]) -> None:

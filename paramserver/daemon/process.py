@@ -160,6 +160,7 @@ async def relay_process(
             nixl=nixl,
             access=parts.data_access,
             address=data_address,
+            instance=lease.member.instance,
         )
         stack.push_async_callback(asyncio.to_thread, data.close)
         data.serve_tcp(data_listener)

@@ -106,6 +106,7 @@ class RelayService(pb_grpc.RelayServicer):
         self._operations = Operations(parts)
         self._status = StatusReport(parts, data_address=data_address, ports=ports or Ports())
         self._data_address, self._publish_socket = data_address, publish_socket
+        self._instance = parts.lease.member.instance
 
     # ---- readers
 
@@ -215,6 +216,7 @@ class RelayService(pb_grpc.RelayServicer):
             owners=draft.owners,
             continues=sorted(self._view.continues),
             warnings=draft.warnings,
+            instance=self._instance,
         )
 
     @_unary

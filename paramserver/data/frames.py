@@ -82,7 +82,9 @@ class Greeting(msgspec.Struct, frozen=True):
     token: str = ""
     late: bool = False  # a relay that joined after the version began; a holder serves few of these at a time
     transports: list[str] = []  # ways of moving bytes that the peer knows besides this connection
-    to: str = ""  # the address of the relay that is meant; checked where credentials prove the greeting
+    to: str = (
+        ""  # the relay that is meant: its address, checked where credentials prove the greeting; (map) its instance
+    )
 
     def __post_init__(self) -> None:
         check_model_name(self.model)
@@ -102,6 +104,7 @@ class Welcome(msgspec.Struct, frozen=True):
     manifest: Manifest
     missing: list[tuple[int, int]]
     nixl: Lent | None = None  # chunks are not sent but READY to be read, until TAKEN
+    instance: str = ""  # (map) of the relay that listens at this socket
 
 
 class Refusal(msgspec.Struct, frozen=True):

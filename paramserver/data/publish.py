@@ -168,11 +168,11 @@ def _segments(file: FileLayout, reads: Mapping[str, Read], resident: Container[s
 
 
 def write_mapped(path: Path, greeting: Greeting, image: Image, mappings: Mappings) -> list[bytes]:
-    """Writes through the relay's own descriptors. Returns the chunk digests; LinkBroken when it went away."""
-    with connect_unix(path) as sock:
-        frames.send_greeting(sock, greeting)
-        welcome = frames.receive_welcome(sock, silence_s=PUBLISH_STALL_S)
-        sizes = [file.size_bytes for file in welcome.manifest.files]
+    """Writes through the relay's own descriptors. Returns the chunk digests; LinkBroken when it went away, NotItsSocket
+    where it is not the one at `path`."""
+    sock, manifest = connect_unix(path, greeting)
+    with sock:
+        sizes = [file.size_bytes for file in manifest.files]
         places = mappings.map_all(receive_fds(sock, len(sizes)), sizes)
         try:
             with PublisherConnection(sock, image) as connection:

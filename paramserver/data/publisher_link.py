@@ -20,8 +20,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
+from paramserver.core.records import Manifest
 from paramserver.data import frames
-from paramserver.data.frames import Header, Kind, LinkBroken
+from paramserver.data.frames import Greeting, Header, Kind, LinkBroken
 from paramserver.memory.mapping import FileMapping
 from protos.errors import Conflict, LaminarError, NotFound
 
@@ -266,15 +267,27 @@ def finish(sock: socket.socket) -> None:
         raise LinkBroken(f"expected DONE, got {header.kind.name}")
 
 
-def connect_unix(path: Path) -> socket.socket:
+class NotItsSocket(LinkBroken):
+    """The relay that is meant does not listen there: hosts with the same paths have sockets at the same place."""
+
+
+def connect_unix(path: Path, greeting: Greeting) -> tuple[socket.socket, Manifest]:
+    """A connection to the relay instance `greeting.to` over the unix socket at `path`, and the manifest with which it
+    welcomes. NotItsSocket unless that very instance does."""
+    if not greeting.to:
+        raise NotItsSocket("a relay of an earlier release does not prove that the socket is its own")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(PUBLISH_STALL_S)
         sock.connect(str(path))
-    except OSError as error:
+        frames.send_greeting(sock, greeting)
+        welcome = frames.receive_welcome(sock, silence_s=PUBLISH_STALL_S)
+        if welcome.instance != greeting.to:
+            raise NotItsSocket("another relay listens there")
+    except (OSError, LaminarError) as error:
         sock.close()
-        raise LinkBroken(f"cannot connect to {path}: {error}") from error
-    return sock
+        raise NotItsSocket(str(error)) from error
+    return sock, welcome.manifest
 
 
 def receive_fds(sock: socket.socket, num: int) -> list[int]:

@@ -151,10 +151,12 @@ class DataServer:
         nixl: NixlProcesses | None = None,
         access: DataAccess | None = None,
         address: str = "",
+        instance: str = "",
     ) -> None:
-        """`access`: which connections over TCP are taken, by those who mean the relay at `address`; None: all are."""
+        """`access`: which connections over TCP are taken, by those who mean the relay at `address`; None: all are.
+        `instance`: the relay's, for publishers over the unix socket."""
         self._provider = provider
-        self._access, self._address = access, address
+        self._access, self._address, self._instance = access, address, instance
         self._nixl = nixl  # None: this relay speaks tcp only
         self._pacer = Pacer(max_rate)
         self._listeners: list[socket.socket] = []
@@ -412,9 +414,11 @@ class DataServer:
         greeting = frames.receive_greeting(sock)
         if greeting.purpose != "map":
             raise Conflict(f"purpose {greeting.purpose!r} on the unix socket", hint="use the data port")
+        if greeting.to not in ("", self._instance):  # empty: of an earlier release
+            raise NotFound("another relay is meant than the one at this socket", hint="use the data port")
         snapshot = self._provider.writable(greeting.model, greeting.version, greeting.token)
         self._by_unix.welcome(sock)
-        frames.send_message(sock, Kind.WELCOME, frames.Welcome(snapshot.manifest, []))
+        frames.send_message(sock, Kind.WELCOME, frames.Welcome(snapshot.manifest, [], instance=self._instance))
         with snapshot.reading(lambda: _shut(sock)):
             snapshot.written_elsewhere = True  # before the first descriptor leaves, and while it cannot be given back
             fds = [file.fd for file in snapshot.files]

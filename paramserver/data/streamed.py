@@ -327,11 +327,10 @@ class StreamWriter:
 
 
 def open_mapped(path: Path, greeting: Greeting, mine: Mapping[int, FileLayout], mappings: Mappings) -> StreamWriter:
-    """Writes through the relay's own descriptors, which it passes over the unix socket at `path`."""
-    sock = connect_unix(path)
+    """Writes through the relay's own descriptors, which it passes over the unix socket at `path`. NotItsSocket where it
+    is not the one there."""
+    sock, manifest = connect_unix(path, greeting)
     try:
-        frames.send_greeting(sock, greeting)
-        manifest = frames.receive_welcome(sock, silence_s=PUBLISH_STALL_S).manifest
         sizes = [file.size_bytes for file in manifest.files]
         places = mappings.map_all(receive_fds(sock, len(sizes)), sizes)
         return _begun(StreamWriter(sock, Assembly(sizes, mine, manifest.chunk_bytes), places), mine)

@@ -56,7 +56,7 @@ class Host:
         self.withdrawn: list[str] = []
         listener = listen_tcp("127.0.0.1", 0)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        self.server = DataServer(self, nixl=nixl, max_rate=max_rate, access=access, address=address)
+        self.server = DataServer(self, nixl=nixl, max_rate=max_rate, access=access, address=address, instance="here")
         self.source = Source(directory.name, self.server.serve_tcp(listener))
         self.socket = directory / "publish.sock"
         self.server.serve_unix(self.socket)

@@ -1318,6 +1318,7 @@ class AnnounceReply(_message.Message):
     OWNERS_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     chunk_bytes: _builtins.int
     """size of a chunk; the last of a file may be smaller"""
@@ -1326,6 +1327,8 @@ class AnnounceReply(_message.Message):
     publish_socket: _builtins.str
     """unix socket that passes the descriptors to a publisher on the same host; empty: bytes only, to data_address"""
     data_address: _builtins.str
+    instance: _builtins.str
+    """of the relay: whatever listens at `publish_socket` has to welcome with the same; empty: an earlier release"""
     @_builtins.property
     def epoch(self) -> Global___Epoch: ...
     @_builtins.property
@@ -1355,10 +1358,11 @@ class AnnounceReply(_message.Message):
         owners: _abc.Iterable[_builtins.int] | None = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         continues: _abc.Iterable[_builtins.str] | None = ...,
+        instance: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "continues", b"continues", "data_address", b"data_address", "epoch", b"epoch", "files", b"files", "owners", b"owners", "publish_socket", b"publish_socket", "token", b"token", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "continues", b"continues", "data_address", b"data_address", "epoch", b"epoch", "files", b"files", "instance", b"instance", "owners", b"owners", "publish_socket", b"publish_socket", "token", b"token", "version", b"version", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

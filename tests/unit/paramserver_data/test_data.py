@@ -34,7 +34,7 @@ from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, Partly
 from paramserver.data.nixl.dialer import NixlLink
 from paramserver.data.nixl.lender import NixlLender
 from paramserver.data.publish import Image, write_mapped, write_tcp
-from paramserver.data.publisher_link import Mappings, leave
+from paramserver.data.publisher_link import Mappings, NotItsSocket, leave
 from paramserver.data.sealed import PARTLY_S, RECORD_BYTES_MAX
 from paramserver.data.transport import Arrived, Begun, Source
 from protos.errors import (
@@ -342,7 +342,7 @@ def test_a_request_may_start_in_the_middle_of_a_chunk(make_host: MakeHost) -> No
         (Greeting("fetch", "policy", 1, "t", Epoch("store", 2)), StaleEpoch, "begun in epoch store/1"),
         (Greeting("fetch", "critic", 1, "t"), NotFound, "no critic here"),
         (Greeting("write", "policy", 1, "t", token="guess"), Conflict, "a wrong token"),
-        (Greeting("map", "policy", 1, "t", token="token"), Conflict, "only over the unix socket"),
+        (Greeting("map", "policy", 1, "t", token="token", to="here"), Conflict, "only over the unix socket"),
     ],
 )
 def test_what_is_not_to_be_had_is_refused_in_words(
@@ -567,11 +567,45 @@ def test_a_publisher_writes_through_the_passed_descriptors(make_host: MakeHost) 
     image, found, expected = image_of(*TENSORS)
     host = make_host(found.size_bytes)
     mappings = Mappings()
-    digests = write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token"), image, mappings)
+    digests = write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token", to="here"), image, mappings)
     mappings.close()
     assert bytes(host.snapshot.files[0].view()) == expected
     assert host.snapshot.complete
     assert version_root(found, digests) == host.snapshot.root()
+
+
+@pytest.mark.parametrize("to", ["another instance", ""], ids=["another", "an earlier release's"])
+def test_a_socket_is_used_only_where_its_relay_proves_to_be_the_one_meant(make_host: MakeHost, to: str) -> None:
+    image, found, _ = image_of(*TENSORS)
+    host, greeting = make_host(found.size_bytes), Greeting("map", "policy", 1, "t", token="token", to=to)
+    with pytest.raises(NotItsSocket):
+        write_mapped(host.socket, greeting, image, Mappings())
+    with pytest.raises(NotItsSocket):
+        write_mapped(host.socket.with_name("nothing"), greeting, image, Mappings())
+    assert not host.snapshot.written_elsewhere
+    assert len(host.snapshot.missing()) == host.snapshot.chunks.num_chunks
+
+
+def test_a_welcome_without_the_instance_that_is_meant_gets_no_bytes(tmp_path: Path) -> None:
+    """Of a relay that looks at no instance, with the same model and token by chance, or by design."""
+    image, found, _ = image_of(*TENSORS)
+    path = tmp_path / "publish.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                frames.receive_greeting(sock)
+                frames.send_message(sock, Kind.WELCOME, frames.Welcome(found, [], instance="mine"))
+                assert sock.recv(1) == b"", "it left without a byte"
+
+        with ThreadPoolExecutor(1) as threads:
+            serving = threads.submit(serve)
+            with pytest.raises(NotItsSocket, match="another relay listens there"):
+                write_mapped(path, Greeting("map", "policy", 1, "t", token="token", to="yours"), image, Mappings())
+            serving.result(60)
 
 
 def test_many_threads_copy_one_version_and_read_each_tensor_once(
@@ -592,7 +626,7 @@ def test_many_threads_copy_one_version_and_read_each_tensor_once(
     image = Image([file.size_bytes], {0: file}, {n: reader(n, data) for n, data in tensors.items()}, CHUNK)
     host = make_host(file.size_bytes)
     mappings = Mappings()
-    digests = write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token"), image, mappings)
+    digests = write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token", to="here"), image, mappings)
     mappings.close()
     assert bytes(host.snapshot.files[0].view()) == file.head + b"".join(tensors.values())
     assert digests == host.snapshot.digests()
@@ -614,7 +648,7 @@ def test_no_chunk_that_is_whole_waits_for_the_read_of_another_tensor(
 
     reads = {"a": lambda: memoryview(bytes(5 * CHUNK)), "b": gathered}
     image = Image([file.size_bytes], {0: file}, reads, CHUNK, resident={"a"})
-    write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token"), image, mappings)
+    write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token", to="here"), image, mappings)
     mappings.close()
     assert host.snapshot.complete
 
@@ -656,7 +690,7 @@ def test_a_tensor_that_fails_in_one_thread_ends_them_all(make_host: MakeHost, mo
     image = Image([file.size_bytes], {0: file}, {"a": lambda: memoryview(CONTENT), "b": gone}, CHUNK)
     host, mappings = make_host(file.size_bytes), Mappings()
     with pytest.raises(RuntimeError, match="the device is gone"):
-        write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token"), image, mappings)
+        write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token", to="here"), image, mappings)
     mappings.close()
     assert not host.snapshot.complete
 
@@ -667,7 +701,7 @@ def publish(how: str, host: Host, image: Image) -> None:
         return
     mappings = Mappings()
     try:
-        write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token"), image, mappings)
+        write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token", to="here"), image, mappings)
     finally:
         mappings.close()
 
