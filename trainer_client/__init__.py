@@ -12,6 +12,7 @@ from protos.trajectories import Segment, Trajectory
 from trainer_client.batches import Batch
 from trainer_client.experience import AsyncExperienceReader, ExperienceReader
 from trainer_client.publisher import AsyncPublisher, Publisher, PublisherStatus
+from trainer_client.sessions import AsyncSession, AsyncSessions, Outcome, Session, Sessions
 from trainer_client.streaming.lora import MergedLora, merged_lora
 from trainer_client.streaming.manifest import Manifest, TensorMeta, gathered, manifest_of
 from trainer_client.streaming.ranks import OneRank, Ranks, TorchRanks
@@ -25,6 +26,8 @@ __all__ = [
     "AsyncExperienceReader",
     "AsyncPromptPool",
     "AsyncPublisher",
+    "AsyncSession",
+    "AsyncSessions",
     "AsyncTicket",
     "Batch",
     "Choice",
@@ -36,6 +39,7 @@ __all__ = [
     "MergedLora",
     "Offer",
     "OneRank",
+    "Outcome",
     "Packed",
     "PackedTensors",
     "Padded",
@@ -49,6 +53,8 @@ __all__ = [
     "RefusedLoad",
     "SealedVersion",
     "Segment",
+    "Session",
+    "Sessions",
     "Strategy",
     "TaskOptions",
     "TaskResult",

@@ -36,6 +36,8 @@ class Batch:
         """`rows` or `trajectories`. `bound`: the trainer's version, and how many versions a token may be behind it to
         be trained on; None: all that were sampled are."""
         self.lease_id = lease_id
+        self.leased_until_s = 0.0
+        """When the lease ends, by this process's monotonic clock."""
         self._rows, self._bound = rows, bound
         self._heads = tuple(trajectories) if rows is None else None
         self._trajectories = self._heads

@@ -28,7 +28,7 @@ from protos.decoding import decode_json
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, Unavailable
 from protos.packed import Damaged, Offer
 from trainer_client.batches import ACCEPTED, Batch, batch_of
-from trainer_client.gateway_http import WRONG_SERVER, NoAnswer, download, request
+from trainer_client.gateway_http import WRONG_SERVER, NoAnswer, Presence, download, patiently, request
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.unanswered import Unanswered
 from trainer_client.wanted import (
@@ -50,10 +50,6 @@ log = logging.getLogger(__name__)
 
 GIVE_BACK_S = 5.0
 """Deadline for giving a batch back when a loop is left; a lease that is not given back ends by itself."""
-AWAY_PATIENCE_S = 60.0
-"""How long a loop over `batches` retries an acknowledgement or a sample while the gateway does not answer: it may be
-restarting."""
-AWAY_RETRY_S = 0.5
 SILENT_S = 60.0
 """A loop that waits longer than this for a batch logs a warning, and another one each time the wait has doubled."""
 CHOOSE_AGAIN_S = 0.5
@@ -109,8 +105,8 @@ class AsyncExperienceReader(AsyncClient):
         self._leased: dict[str, Batch] = {}  # batches that loops over `batches` hold now
         self._return_lock = asyncio.Lock()
         self._unanswered = Unanswered(self._release)
-        self._answered = False  # a gateway has answered at that address before
         self._url = gateway.rstrip("/")
+        self._presence = Presence(self._url)
         self._timeout_s = timeout_s
         self._credentials = bearer(api_key)
         # A cluster-internal address, never a proxy.
@@ -128,13 +124,18 @@ class AsyncExperienceReader(AsyncClient):
         """Leases up to `trajectories`, or up to `groups` whole groups of `group_size`, in the order of `strategy`; or
         the sessions `session_ids`.
 
-        Waits up to `wait_s` for them and returns what there is, possibly nothing. Raises Unavailable when the gateway
-        does not answer, and InvalidRequest when it refuses the request.
+        Waits up to `wait_s` for them and returns what there is, possibly nothing. Survives a restart of a gateway that
+        has answered before, as every request of a reader does; raises Unavailable after a minute without an answer, and
+        at once when there never was one. Raises InvalidRequest when the gateway refuses the request.
         """
         if callable(choose := wanted.get("strategy")):
             check_choice(wanted, self.rank, self._num_ranks)
             return await self._choose(wanted, choose)
         self._check_open()
+        return await patiently(self._presence, lambda: self._leased_once(wanted))
+
+    async def _leased_once(self, wanted: Wanted) -> Batch:
+        """One try of a sample. What it leased without a whole answer is given back in the background."""
         body = sample_request(self.reader, self.trainer_version, wanted, self.rank, self._num_ranks)
         lease_id = f"lease-{secrets.token_hex(8)}"
         try:
@@ -158,7 +159,7 @@ class AsyncExperienceReader(AsyncClient):
             raise Unavailable(
                 f"{self._url} answered with something else than a batch: {error}", hint=WRONG_SERVER
             ) from error
-        self._answered = True
+        batch.leased_until_s = time.monotonic() + body["lease_s"]
         return batch
 
     async def ack(self, batch: Batch) -> None:
@@ -166,23 +167,39 @@ class AsyncExperienceReader(AsyncClient):
 
         Does nothing for an empty batch, which has no lease.
         """
-        if not batch.lease_id:
-            return
-        await self._post("/experience/ack", {"lease_id": batch.lease_id}, timeout_s=self._timeout_s)
-        self._leased.pop(batch.lease_id, None)
+        await self._end(batch, "/experience/ack")
 
     async def give_back(self, batch: Batch) -> None:
         """Ends the lease of a batch that was not used: it is sampled again. NotFound when the lease had ended.
 
         Does nothing for an empty batch, which has no lease.
         """
+        await self._end(batch, "/experience/release")
+
+    async def _end(self, batch: Batch, path: str) -> None:
+        """NotFound after a try whose answer was lost: that try ended the lease, if it had not run out by itself."""
         if not batch.lease_id:
             return
-        await self._release(batch.lease_id)
+        lost: Unavailable | None = None
+
+        async def send() -> None:
+            nonlocal lost
+            try:
+                await self._post_once(path, {"lease_id": batch.lease_id}, timeout_s=self._timeout_s)
+            except Unavailable as error:
+                lost = error
+                raise
+            except NotFound:
+                if lost is None or time.monotonic() > batch.leased_until_s:
+                    raise
+                log.info("%s was ended by a try whose answer was lost: %s", batch.lease_id, lost.message)
+
+        self._check_open()
+        await patiently(self._presence, send)
         self._leased.pop(batch.lease_id, None)
 
     async def _release(self, lease_id: str) -> None:
-        await self._post("/experience/release", {"lease_id": lease_id}, timeout_s=GIVE_BACK_S)
+        await self._post_once("/experience/release", {"lease_id": lease_id}, timeout_s=GIVE_BACK_S)
 
     async def rows(self) -> list[Offer]:
         """What waits for a trainer, without its tokens, in the order of finishes."""
@@ -208,7 +225,7 @@ class AsyncExperienceReader(AsyncClient):
         done = Evicted()
         for begin in range(0, len(ids), EVICTED_AT_ONCE):
             some = {"session_ids": ids[begin : begin + EVICTED_AT_ONCE]}
-            part = self._decoded(await self._post("/experience/evict", some, timeout_s=self._timeout_s), Evicted)
+            part = self._decoded(await self._post("/experience/evict", some), Evicted)
             done = Evicted(done.evicted + part.evicted, done.leased + part.leased, done.missing + part.missing)
         return done
 
@@ -242,11 +259,11 @@ class AsyncExperienceReader(AsyncClient):
             self.load_state_dict(state)
         for lease_id in dict.fromkeys(lease_id for state in states for lease_id in reader_state(state).used):
             try:
-                await self._post("/experience/ack", {"lease_id": lease_id}, timeout_s=self._timeout_s)
+                await self._post("/experience/ack", {"lease_id": lease_id})
             except NotFound as error:
                 log.info("%s of the checkpoint was acknowledged before, or its lease ended: %s", lease_id, error)
         held = {"reader": self.reader, "rank": self.rank, "num_ranks": self._num_ranks}
-        answer = await self._post("/experience/reclaim", held, timeout_s=self._timeout_s)
+        answer = await self._post("/experience/reclaim", held)
         return self._decoded(answer, Returned).returned
 
     async def _choose(self, wanted: Wanted, choose: Choice) -> Batch:
@@ -272,46 +289,44 @@ class AsyncExperienceReader(AsyncClient):
         """
         if prefetch < 0:
             raise InvalidRequest(f"prefetch={prefetch}", hint="0 samples each batch when it is needed")
-        ahead: deque[asyncio.Task[tuple[Batch, float]]] = deque()
+        ahead: deque[asyncio.Task[Batch]] = deque()
         try:
             while True:
                 while len(ahead) < 1 + prefetch:
                     ahead.append(asyncio.create_task(self._lease_batch(wanted, list(ahead))))
-                batch, began = await ahead[0]
+                batch = await ahead[0]
                 ahead.popleft()
                 try:
                     yield batch
                     if batch.lease_id in self._leased:
-                        await self._acknowledge(batch, began, wanted.get("lease_s", LEASE_S))
+                        await self._acknowledge(batch, wanted.get("lease_s", LEASE_S))
                 finally:
                     if batch.lease_id in self._leased:
                         await self._return(batch)
         finally:
             await self._drop(ahead)
 
-    async def _lease_batch(
-        self, wanted: Wanted, before: Sequence[asyncio.Task[tuple[Batch, float]]]
-    ) -> tuple[Batch, float]:
-        """The next batch behind those of `before`, and when it came: one request at a time, in their order."""
+    async def _lease_batch(self, wanted: Wanted, before: Sequence[asyncio.Task[Batch]]) -> Batch:
+        """The next batch behind those of `before`: one request at a time, in their order."""
         if before:
             await asyncio.wait(before)
         batch = await self._await_batch(wanted)
         self._leased[batch.lease_id] = batch
-        return batch, time.monotonic()
+        return batch
 
-    async def _drop(self, ahead: Sequence[asyncio.Task[tuple[Batch, float]]]) -> None:
+    async def _drop(self, ahead: Sequence[asyncio.Task[Batch]]) -> None:
         """Gives back what was sampled ahead and never used. An error there concerns nobody any more."""
         for task in ahead:
             task.cancel()
         for outcome in await asyncio.gather(*ahead, return_exceptions=True):
-            if isinstance(outcome, tuple):
-                await self._return(outcome[0])
+            if isinstance(outcome, Batch):
+                await self._return(outcome)
             elif isinstance(outcome, LaminarError):
                 log.info("a batch that was sampled ahead was not needed: %s", outcome)
 
     async def _await_batch(self, wanted: Wanted) -> Batch:
         began, logged_s = time.monotonic(), 0.0
-        while not (batch := await self._sample_again(wanted)):
+        while not (batch := await self.sample(**wanted)):
             waited_s = time.monotonic() - began
             if waited_s >= max(SILENT_S, 2 * logged_s):
                 logged_s = waited_s
@@ -319,42 +334,16 @@ class AsyncExperienceReader(AsyncClient):
                 log.warning("no batch of %s at %s for %.0f s: `gateway status` says why", what, self._url, waited_s)
         return batch
 
-    async def _sample_again(self, wanted: Wanted) -> Batch:
-        """`sample`, retried while a gateway that has answered before is away."""
-        deadline = time.monotonic() + AWAY_PATIENCE_S
-        while True:
-            try:
-                return await self.sample(**wanted)
-            except Unavailable as error:
-                if not self._answered or time.monotonic() > deadline:
-                    raise
-                log.warning("sampling again: %s", error)
-            await asyncio.sleep(AWAY_RETRY_S)
-
-    async def _acknowledge(self, batch: Batch, began: float, lease_s: float) -> None:
-        """`ack`, retried while the gateway is away. NotFound after a lost response: an earlier try succeeded."""
-        lost: Unavailable | None = None
-        deadline = time.monotonic() + AWAY_PATIENCE_S
-        while True:
-            try:
-                await self.ack(batch)
-                return
-            except NotFound as error:
-                self._leased.pop(batch.lease_id, None)
-                if lost is not None and time.monotonic() - began < lease_s:
-                    log.info("%s was acknowledged by a try whose answer was lost: %s", batch.lease_id, lost)
-                    return
-                raise NotFound(
-                    f"the lease of {lease_s:g} s on a batch ended before it was used up: its trajectories went back, "
-                    f"and are sampled again ({error.message})",
-                    hint="pass batches(lease_s=...) that is longer than a training step",
-                ) from error
-            except Unavailable as error:
-                if time.monotonic() > deadline:
-                    raise
-                lost = error
-                log.warning("acknowledging %s again: %s", batch.lease_id, error)
-            await asyncio.sleep(AWAY_RETRY_S)
+    async def _acknowledge(self, batch: Batch, lease_s: float) -> None:
+        try:
+            await self.ack(batch)
+        except NotFound as error:
+            self._leased.pop(batch.lease_id, None)
+            raise NotFound(
+                f"the lease of {lease_s:g} s on a batch ended before it was used up: its trajectories went back, "
+                f"and are sampled again ({error.message})",
+                hint="pass batches(lease_s=...) that is longer than a training step",
+            ) from error
 
     async def _return(self, batch: Batch) -> None:
         """Gives `batch` back: now, or in the background once the gateway answers."""
@@ -362,7 +351,7 @@ class AsyncExperienceReader(AsyncClient):
             if self._leased.pop(batch.lease_id, None) is None:
                 return
             try:
-                await self.give_back(batch)
+                await self._release(batch.lease_id)
             except NotFound as error:
                 log.info("%s had ended: %s", batch.lease_id, error)
             except Unavailable as error:
@@ -372,8 +361,10 @@ class AsyncExperienceReader(AsyncClient):
                 log.warning("a batch of %d comes back when its lease ends: %s", len(batch), error)
 
     async def _get(self, path: str, kind: type[Answer], query: Mapping[str, int] | None = None) -> Answer:
-        raw = await request(self._http, self._url, path, query=query, timeout_s=self._timeout_s)
-        return self._decoded(raw, kind)
+        async def send() -> bytes:
+            return await request(self._http, self._url, path, query=query, timeout_s=self._timeout_s)
+
+        return self._decoded(await patiently(self._presence, send), kind)
 
     def _decoded(self, answer: bytes, kind: type[Answer]) -> Answer:
         try:
@@ -382,7 +373,12 @@ class AsyncExperienceReader(AsyncClient):
             raise Unavailable(f"{self._url} answered with something else: {error}", hint=WRONG_SERVER) from error
         return found
 
-    async def _post(self, path: str, body: Mapping[str, object], *, timeout_s: float) -> bytes:
+    async def _post(self, path: str, body: Mapping[str, object]) -> bytes:
+        """For what may be sent twice."""
+        self._check_open()
+        return await patiently(self._presence, lambda: self._post_once(path, body, timeout_s=self._timeout_s))
+
+    async def _post_once(self, path: str, body: Mapping[str, object], *, timeout_s: float) -> bytes:
         self._check_open()
         encoded = msgspec.json.encode(body)
         return await request(self._http, self._url, path, body=encoded, timeout_s=timeout_s)

@@ -1,5 +1,7 @@
 """One request to the gateway: its answer, or its error in the class of its code. Shared by the SDK's HTTP clients.
 
+`patiently` and `Retry` send it again while the gateway is away: it may be restarting.
+
 `request` is for small answers. `download` is for batches of trajectories, which have megabytes: the body goes from the
 kernel into the memory that its reader keeps, with one copy. Through httpx a body of 12 MB costs ten times the processor
 time, mostly for its pieces of 64 KiB.
@@ -8,9 +10,13 @@ time, mostly for its pieces of 64 KiB.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import h11
 import httpx
@@ -20,9 +26,15 @@ import numpy as np
 from protos.decoding import decode_json
 from protos.errors import BY_CODE, Conflict, InvalidRequest, LaminarError, OutOfCapacity, Unavailable
 
+log = logging.getLogger(__name__)
+
 ADDRESS = "pass the URL that `gateway serve` prints, such as http://127.0.0.1:8080"
 WRONG_SERVER = "is another server listening there? `gateway serve` prints its URL"
 
+AWAY_PATIENCE_S = 60.0
+"""How long a request is sent again while a gateway that has answered before does not: it may be restarting."""
+RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
+"""Between two tries: each pause is twice the one before, up to the second number."""
 
 HEAD_BYTES = 1 << 16
 """Read at once until an answer's head is complete, and of a body that does not give its length."""
@@ -32,6 +44,67 @@ _EVENTS = (h11.InformationalResponse, h11.Response, h11.Data, h11.EndOfMessage)
 
 class NoAnswer(Unavailable):
     """The request was sent, and its answer did not come, or not whole: what came of it is in doubt."""
+
+
+class Presence:
+    """Whether the gateway at `url` answers. The log gets one line when it does not and one when it does again, however
+    many requests are sent again meanwhile. `seen`: it has answered before."""
+
+    def __init__(self, url: str) -> None:
+        self.seen = False
+        self._url = url
+        self._away_since: float | None = None
+
+    def answered(self) -> None:
+        self.seen = True
+        since, self._away_since = self._away_since, None
+        if since is not None:
+            log.warning("the gateway at %s answers again, after %.0f s", self._url, time.monotonic() - since)
+
+    def away(self, error: Unavailable, patience_s: float) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            log.warning("%s; trying again for %.0f s", error, patience_s)
+
+
+class Retry:
+    """The tries of one request, for `patience_s` in all."""
+
+    def __init__(self, presence: Presence, patience_s: float) -> None:
+        self.failed = False
+        """A try has failed: what came of it is in doubt."""
+        self._presence, self._patience_s = presence, patience_s
+        self._deadline = time.monotonic() + patience_s
+        self._pause_s = RETRY_FIRST_S
+
+    def pause_s(self, error: Unavailable | OutOfCapacity) -> float:
+        """Seconds until the next try, since this one ended with `error`; raises it when the patience is at its end."""
+        wait_s = max(self._pause_s, getattr(error, "retry_after_s", 0.0)) * (1 + 0.25 * _jitter.random())
+        if time.monotonic() + wait_s > self._deadline:
+            raise error
+        if isinstance(error, Unavailable):
+            self.failed = True
+            self._presence.away(error, self._patience_s)
+        self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
+        return wait_s
+
+
+_jitter = random.Random()  # of pauses only
+
+T = TypeVar("T")
+
+
+async def patiently(presence: Presence, send: Callable[[], Awaitable[T]]) -> T:
+    """What `send` returns, called again while a gateway that has answered before is away."""
+    retry = Retry(presence, AWAY_PATIENCE_S if presence.seen else 0.0)
+    while True:
+        try:
+            found = await send()
+        except Unavailable as error:
+            await asyncio.sleep(retry.pause_s(error))
+        else:
+            presence.answered()
+            return found
 
 
 class _ErrorBody(msgspec.Struct):
@@ -55,7 +128,7 @@ async def request(
 ) -> bytes:
     """`body`: JSON; None makes it a GET. Raises LaminarError: Unavailable if nobody answers, else the gateway's own."""
     headers = {"Accept": accept, "Content-Type": "application/json"}
-    try:
+    with named_errors(http, url):
         answer = await http.request(
             "GET" if body is None else "POST",
             url + path,
@@ -64,6 +137,16 @@ async def request(
             headers=headers,
             timeout=timeout_s,
         )
+    if answer.is_error:
+        raise error_of(answer, url)
+    return answer.content
+
+
+@contextmanager
+def named_errors(http: httpx.AsyncClient | httpx.Client, url: str) -> Iterator[None]:
+    """Errors of httpx in a request to the gateway at `url`, as LaminarError."""
+    try:
+        yield
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise InvalidRequest(f"gateway address {url!r}: {error}", hint=ADDRESS) from error
     except httpx.TransportError as error:
@@ -73,9 +156,6 @@ async def request(
         if http.is_closed:
             raise Conflict("this client is closed", hint="open a new one; a closed client is not used again") from error
         raise
-    if answer.is_error:
-        raise error_of(answer, url)
-    return answer.content
 
 
 async def download(

@@ -7,19 +7,15 @@ with PromptPool("http://127.0.0.1:8080") as pool:
         pool.curriculum(lambda result: -abs(result.mean_reward - 0.5))
 
 Invariants:
-- every request may be sent again, so one that a gateway that has answered before does not answer is retried for
-  `AWAY_PATIENCE_S`: it may be restarting;
+- every request may be sent again, so each is, while a gateway that has answered before is away;
 - tasks are added in batches, in the order of the source, without holding more than one batch;
 - the curriculum's function runs in the trainer's process; the gateway gets numbers.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,17 +27,14 @@ import msgspec
 from protos.access.bearer import bearer
 from protos.decoding import decode_json
 from protos.errors import InvalidRequest, Unavailable
-from trainer_client.gateway_http import WRONG_SERVER, request
+from trainer_client.gateway_http import WRONG_SERVER, Presence, patiently, request
 from trainer_client.loop import AsyncClient, SyncClient
-
-log = logging.getLogger(__name__)
+from trainer_client.rewards import number
 
 BATCH_TASKS = 1000
 BATCH_BYTES = 4 << 20
 """One request has at most so many tasks, and ends after the task that reaches so many bytes."""
 RESULTS_LIMIT = 1000
-AWAY_PATIENCE_S = 60.0
-AWAY_RETRY_S = 0.5
 
 Answer = TypeVar("Answer")
 
@@ -137,7 +130,7 @@ class AsyncPromptPool(AsyncClient):
         self._timeout_s = timeout_s
         # A cluster-internal address, never a proxy.
         self._http = httpx.AsyncClient(trust_env=False, headers=bearer(api_key))
-        self._answered = False  # a gateway has answered at that address before
+        self._presence = Presence(self._url)
         self._seen = 0  # the number of the last result that the curriculum has used
 
     async def close(self) -> None:
@@ -182,7 +175,7 @@ class AsyncPromptPool(AsyncClient):
         how many changed. Call it once a step. A new client begins with the last results of all tasks."""
         changed = 0
         while (found := await self._results(self._seen, RESULTS_LIMIT)).results:
-            wanted = ((result, _finite(priority_of(result), result)) for result in found.results)
+            wanted = ((result, _priority(priority_of(result), result)) for result in found.results)
             fresh = {result.task_id: p for result, p in wanted if p is not None and p != result.priority}
             changed += len(fresh) - len(await self.prioritize(fresh))
             self._seen = found.next
@@ -206,32 +199,28 @@ class AsyncPromptPool(AsyncClient):
         self, path: str, answer: type[Answer], body: object = None, *, query: Mapping[str, str | int] | None = None
     ) -> Answer:
         encoded = None if body is None else msgspec.json.encode(body)
-        deadline = time.monotonic() + AWAY_PATIENCE_S
-        while True:
+
+        async def send() -> Answer:
+            raw = await request(self._http, self._url, path, body=encoded, query=query, timeout_s=self._timeout_s)
             try:
-                raw = await request(self._http, self._url, path, body=encoded, query=query, timeout_s=self._timeout_s)
-                found = decode_json(raw, answer)
+                return decode_json(raw, answer)
             except msgspec.DecodeError as error:
                 raise Unavailable(
                     f"{self._url}{path} answered with something else: {error}", hint=WRONG_SERVER
                 ) from error
-            except Unavailable as error:
-                if not self._answered or time.monotonic() > deadline:
-                    raise
-                log.warning("%s again: %s", path, error)
-            else:
-                self._answered = True
-                return found
-            await asyncio.sleep(AWAY_RETRY_S)
+
+        return await patiently(self._presence, send)
 
 
-def _finite(priority: float | None, result: TaskResult) -> float | None:
-    if priority is not None and not math.isfinite(priority):
-        raise InvalidRequest(
-            f"the curriculum gave task {result.task_id} the priority {priority}",
-            hint="return a finite number, or None to leave it; `mean_reward` is nan when no sample has a reward",
-        )
-    return priority
+def _priority(found: float | None, result: TaskResult) -> float | None:
+    if found is None:
+        return None
+    return number(
+        found,
+        f"the priority of task {result.task_id}",
+        "the curriculum",
+        hint="return a finite number, or None to leave it; `mean_reward` is nan when no sample has a reward",
+    )
 
 
 def _batches(rows: Iterable[Mapping[str, Any]], options: TaskOptions) -> Iterator[list[msgspec.Raw]]:
@@ -239,8 +228,8 @@ def _batches(rows: Iterable[Mapping[str, Any]], options: TaskOptions) -> Iterato
     fields: dict[str, Any] = {name: value for name, value in options.items() if name != "id_column"}
     batch: list[msgspec.Raw] = []
     size = 0
-    for number, row in enumerate(rows):
-        encoded = _task(number, row, fields, options.get("id_column"))
+    for index, row in enumerate(rows):
+        encoded = _task(index, row, fields, options.get("id_column"))
         batch.append(msgspec.Raw(encoded))
         size += len(encoded)
         if len(batch) >= BATCH_TASKS or size >= BATCH_BYTES:
@@ -250,22 +239,27 @@ def _batches(rows: Iterable[Mapping[str, Any]], options: TaskOptions) -> Iterato
         yield batch
 
 
-def _task(number: int, row: Mapping[str, Any], fields: Mapping[str, Any], id_column: str | None) -> bytes:
+def _task(index: int, row: Mapping[str, Any], fields: Mapping[str, Any], id_column: str | None) -> bytes:
     if not isinstance(row, Mapping):
-        raise InvalidRequest(f"row {number} is {type(row).__name__}", hint='rows are mappings: {"prompt": "..."}')
+        raise InvalidRequest(f"row {index} is {type(row).__name__}", hint='rows are mappings: {"prompt": "..."}')
     if (odd := _not_finite(row)) is not None:
         raise InvalidRequest(
-            f"row {number} has {odd[1]} in {odd[0]}", hint="JSON has no such number: drop or convert it"
+            f"row {index} has {odd[1]} in {odd[0]}", hint="JSON has no such number: drop or convert it"
         )
     task = {"data": dict(row), **fields}
     if id_column is not None:
         if id_column not in row:
-            raise InvalidRequest(f"row {number} has no column {id_column!r}", hint=f"it has {', '.join(map(str, row))}")
-        task["task_id"] = str(row[id_column])
+            raise InvalidRequest(f"row {index} has no column {id_column!r}", hint=f"it has {', '.join(map(str, row))}")
+        if (task_id := row[id_column]) is None or task_id == "":
+            raise InvalidRequest(
+                f"row {index} has {task_id!r} in its id column {id_column!r}: all such rows would be one task",
+                hint="give each row an id, or leave id_column out: a digest of the row is its id then",
+            )
+        task["task_id"] = str(task_id)
     try:
         return msgspec.json.encode(task)
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
-        raise InvalidRequest(f"row {number} is not JSON: {error}", hint="drop or convert the column") from error
+        raise InvalidRequest(f"row {index} is not JSON: {error}", hint="drop or convert the column") from error
 
 
 def _not_finite(value: object, where: str = "") -> tuple[str, float] | None:

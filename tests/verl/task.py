@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer_client.integrations.rollouts import Session
+from trainer_client import Session
 
 PROMPTS = [f"What is the sum of {number} and 30?" for number in range(4)]
 

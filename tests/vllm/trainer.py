@@ -22,9 +22,10 @@ from deploy.setup_env import ROOT
 from protos.errors import InvalidRequest
 from tests.support.training.ratios import Row, Weights
 from trainer_client import ExperienceReader
-from trainer_client.integrations.rollouts import GatewayClient, Planned, Rollouts, single_turn
+from trainer_client.integrations.rollouts import Planned, Rollouts, single_turn
 from trainer_client.integrations.rows import row_of
 from trainer_client.integrations.vllm import LaminarTrainerInitInfo
+from trainer_client.sessions import Sessions
 
 VERSIONS = 3
 SESSIONS = 4
@@ -54,7 +55,7 @@ class Fleet:
     """Sessions through the gateway, under one version."""
 
     def __init__(self, gateway: str) -> None:
-        client = GatewayClient(gateway)
+        client = Sessions(gateway)
         self._rollouts = Rollouts(client, single_turn(lambda text, task: 0.0), concurrency=SESSIONS)
         self._reader = ExperienceReader(gateway)
 

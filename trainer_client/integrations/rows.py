@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from protos.errors import InvalidRequest, Unavailable
 from protos.trajectories import Trajectory
+from trainer_client.sessions import REWARDED_BY_TRAINER
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,6 @@ def row_of(trajectory: Trajectory) -> Row | None:
         reward=None if trajectory.metrics.get(REWARDED_BY_TRAINER) else trajectory.reward,
         version=min(version for version in trajectory.versions if version >= 0),
     )
-
-
-REWARDED_BY_TRAINER = "rewarded_by_trainer"
-"""The metric of a session whose reward the trainer computes: the gateway's record has 0."""
 
 
 def advantages_of(rewards: Sequence[float]) -> list[float]:

@@ -20,11 +20,11 @@ from gateway.app import Gateway
 from gateway.cli import cli
 from gateway.core.tasks import NewTask
 from protos.access.bearer import API_KEY_VARIABLE
-from protos.errors import Forbidden, Unauthenticated
+from protos.errors import Conflict, Forbidden, Unauthenticated, Unavailable
 from tests.support.keys import CALL, Client, controlled, key_of
 from tests.support.scripted_engine import MODEL, ScriptedEngine
 from trainer_client import AsyncExperienceReader, AsyncPromptPool, ExperienceReader, PromptPool
-from trainer_client.integrations.rollouts import GatewayClient, Outcome
+from trainer_client.sessions import Pause, Post, Sessions
 
 SAMPLING = {"max_tokens": 2}
 
@@ -103,17 +103,32 @@ async def test_a_prompt_pool_sends_its_key(tmp_path: Path, monkeypatch: pytest.M
         assert await asyncio.to_thread(drained) == 1
 
 
+class Loses(Sessions):
+    """Loses its next answer if it `loses`."""
+
+    loses = False
+
+    def _done(self, step: Post | Pause) -> Any:
+        answer = super()._done(step)
+        if self.loses and isinstance(step, Post):
+            self.loses = False
+            raise Unavailable("the answer was lost")
+        return answer
+
+
 async def test_a_trainers_own_sessions_have_keys_for_their_agents(tmp_path: Path) -> None:
     async with ScriptedEngine("e0") as e0, controlled(tmp_path, e0) as (found, client):
 
         def play() -> tuple[str, str]:
-            trainer = GatewayClient(found.url, MODEL, api_key=key_of("alice"))
+            trainer = Loses(found.url, MODEL, api_key=key_of("alice"))
             try:
-                session = trainer.open(SAMPLING, session_id="mine")
+                session = trainer.open(sampling=SAMPLING, session_id="mine")
                 session.complete([5])
-                trainer.finish(session, Outcome(1.0))
-                trainer.post(f"{found.url}/sessions", {"session_id": "lost"})  # whose response never came
-                again = trainer.open(SAMPLING, session_id="lost")
+                session.finish(1.0)
+                with pytest.raises(Conflict, match="mine"):
+                    trainer.open(session_id="mine")
+                trainer.loses = True
+                again = trainer.open(sampling=SAMPLING, session_id="lost")
                 return again.session_id, again.api_key
             finally:
                 trainer.close()

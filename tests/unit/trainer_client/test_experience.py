@@ -308,7 +308,7 @@ async def test_empty_answers_are_asked_again_and_never_yielded(
 async def test_a_loop_waits_for_a_gateway_that_is_started_again(
     gateway: ExperienceServer, reader: AsyncExperienceReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_client.experience.AWAY_RETRY_S", 0.01)
+    monkeypatch.setattr("trainer_client.gateway_http.RETRY_MAX_S", 0.01)
     batches = reader.batches(trajectories=1, wait_s=0.01)
     await anext(batches)
     gateway.answer = partial(error_response, 503, "the gateway is shutting down", "unavailable")
@@ -319,10 +319,35 @@ async def test_a_loop_waits_for_a_gateway_that_is_started_again(
         assert not pending.done()
         gateway.answer = None
         assert (await pending).trajectories == (TRAJECTORIES[1],)
-        monkeypatch.setattr("trainer_client.experience.AWAY_PATIENCE_S", 0.0)
+        monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
         gateway.answer = partial(error_response, 503, "the gateway is shutting down", "unavailable")
         with pytest.raises(Unavailable, match="shutting down"):
             await anext(batches)
+
+
+async def test_a_sample_and_its_acknowledgement_survive_what_a_loop_survives_and_say_so_once(
+    gateway: ExperienceServer,
+    reader: AsyncExperienceReader,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.RETRY_FIRST_S", 0.001)
+    monkeypatch.setattr("trainer_client.gateway_http.RETRY_MAX_S", 0.01)
+    await reader.ack(await reader.sample(trajectories=1))
+    gateway.answer = partial(error_response, 503, "the gateway is shutting down", "unavailable")
+    pending = asyncio.ensure_future(reader.sample(trajectories=1))
+    async with asyncio.timeout(60):
+        for _ in range(5):
+            await gateway.asked.acquire()
+        gateway.answer = None
+        batch = await pending
+    gateway.answers_lost = 3
+    await reader.ack(batch)
+    assert gateway.acknowledged == ["lease-1", batch.lease_id]
+    away = [record.message for record in caplog.records if "trying again for 60 s" in record.message]
+    back = [record.message for record in caplog.records if "answers again, after" in record.message]
+    assert (len(away), len(back)) == (2, 2), "one of the sample and one of the acknowledgement, however many tries"
+    assert "the gateway is shutting down" in away[0]
 
 
 async def test_a_loop_whose_gateway_was_never_there_ends_at_once(port: int) -> None:

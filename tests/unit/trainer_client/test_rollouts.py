@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
+import numpy as np
 import pytest
 
 from protos.errors import InvalidRequest, Unavailable
@@ -18,16 +20,10 @@ from tests.support.scripted_engine import MODEL, ScriptedEngine
 from tests.support.trajectories import make_trajectory
 from tests.unit.gateway_api.test_status import gateway
 from trainer_client import AsyncExperienceReader
-from trainer_client.integrations.rollouts import (
-    GatewayClient,
-    Outcome,
-    Planned,
-    RolloutFailed,
-    Rollouts,
-    Session,
-    Stopped,
-)
+from trainer_client.integrations.rollouts import Planned, RolloutFailed, Rollouts, single_turn
 from trainer_client.integrations.rows import one_row_each
+from trainer_client.rewards import name_of
+from trainer_client.sessions import Outcome, Session, Sessions, Stopped
 
 SAMPLING = {"max_tokens": 2, "temperature": 1.0}
 
@@ -35,7 +31,7 @@ SAMPLING = {"max_tokens": 2, "temperature": 1.0}
 @dataclass
 class Scene:
     url: str
-    client: GatewayClient
+    client: Sessions
 
     async def play(self, agent: Any, *planned: Planned, attempts: int = 3) -> list[str]:
         rollouts = Rollouts(self.client, agent, concurrency=2, attempts=attempts)
@@ -48,7 +44,7 @@ class Scene:
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, _):
-        client = GatewayClient(found.url, MODEL)
+        client = Sessions(found.url, MODEL)
         yield Scene(found.url, client)
         client.close()
 
@@ -114,6 +110,31 @@ async def test_one_that_fails_every_time_is_named_with_its_cause(scene: Scene) -
         assert len(await reader.sample(trajectories=9, wait_s=0)) == 0
 
 
+@pytest.mark.parametrize("reward", [True, np.True_, np.float32(1)])
+async def test_whatever_stands_for_a_number_is_a_reward(scene: Scene, reward: Any) -> None:
+    def scored(session: Session, task: Mapping[str, Any]) -> Outcome:
+        session.complete([5])
+        return Outcome(reward, {"speed": np.float32(0.5), "right": np.True_})
+
+    names = await scene.play(scored, planned(0), attempts=1)
+    async with AsyncExperienceReader(scene.url) as reader:
+        [found] = (await reader.sample(session_ids=names, wait_s=30)).trajectories
+    assert (found.reward, found.metrics) == (1.0, {"speed": 0.5, "right": 1.0})
+
+
+def divides_by_nothing(session: Session, task: Mapping[str, Any]) -> float:
+    session.complete([5])
+    return float("nan")
+
+
+async def test_an_agent_without_a_finite_reward_is_named_and_its_sessions_are_abandoned(scene: Scene) -> None:
+    with pytest.raises(RolloutFailed, match=r"2 times.*agent .*\.divides_by_nothing gave nan as the reward"):
+        await scene.play(divides_by_nothing, planned(0), attempts=2)
+    assert "divides_by_nothing" in name_of(single_turn(divides_by_nothing))  # type: ignore[arg-type]
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{scene.url}/status")).json()["sessions"]["live"] == 0
+
+
 async def test_what_the_gateway_refuses_is_not_sent_again(scene: Scene) -> None:
     tries: list[str] = []
 
@@ -128,19 +149,19 @@ async def test_what_the_gateway_refuses_is_not_sent_again(scene: Scene) -> None:
 
 
 async def test_a_gateway_that_is_away_is_waited_for_and_then_named(port: int) -> None:
-    client = GatewayClient(f"http://127.0.0.1:{port}", MODEL, patience_s=0.3)
+    client = Sessions(f"http://127.0.0.1:{port}", MODEL, patience_s=0.3)
     with pytest.raises(Unavailable, match=f"127.0.0.1:{port}.*gateway serve"):
-        await asyncio.to_thread(client.open, SAMPLING)
+        await asyncio.to_thread(client.open)
     client.close()
 
 
 async def test_stop_ends_a_wait(port: int) -> None:
-    client = GatewayClient(f"http://127.0.0.1:{port}", MODEL, patience_s=3600.0)
+    client = Sessions(f"http://127.0.0.1:{port}", MODEL, patience_s=3600.0)
     raised: list[BaseException] = []
 
     def wait() -> None:
         try:
-            client.open(SAMPLING)
+            client.open()
         except Stopped as error:
             raised.append(error)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -19,7 +20,7 @@ from gateway.store import Database
 from gateway.tasks import PromptPool as Pool
 from protos.errors import Conflict, InvalidRequest, Unavailable
 from tests.support.turns import serving_app
-from trainer_client import Added, AsyncPromptPool, PromptPool, TaskResult, tasks
+from trainer_client import Added, AsyncPromptPool, PromptPool, TaskResult, gateway_http, tasks
 
 
 @pytest.fixture
@@ -87,7 +88,8 @@ async def test_many_rows_go_in_batches(url: str, monkeypatch: pytest.MonkeyPatch
         ({"a": {"scores": [1.0, float("nan")]}}, {}, "row 1 has nan in a.scores.1 .JSON has no such number"),
         ({"a": float("-inf")}, {}, "row 1 has -inf in a"),
         ({"prompt": "a"}, {"id_column": "id"}, "row 1 has no column 'id' .it has prompt"),
-        ({"id": ""}, {"id_column": "id"}, "task_id"),
+        ({"id": ""}, {"id_column": "id"}, "row 1 has '' in its id column 'id': all such rows would be one task"),
+        ({"id": None}, {"id_column": "id"}, "row 1 has None in its id column 'id'.*leave id_column out"),
         ({"id": 2}, {"group_size": 0}, "group_size"),
     ],
 )
@@ -116,27 +118,28 @@ async def test_a_curriculum_sets_priorities_by_the_last_rewards(url: str) -> Non
         assert await pool.curriculum(hard_first) == 1
         assert [(r.task_id, r.priority) for r in await pool.results()][-1] == ("b", 1.0)
         await roll_out(url, {"b": None})
-        with pytest.raises(InvalidRequest, match="nan when no sample"):
+        with pytest.raises(InvalidRequest, match=r"gave nan as the priority of task b.*nan when no sample"):
             await pool.curriculum(lambda result: result.mean_reward)
+        assert await pool.curriculum(lambda result: np.float32(2)) == 1
 
 
 async def test_a_gateway_that_is_away_is_waited_for_only_if_it_was_there(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "AWAY_RETRY_S", 0.01)
+    monkeypatch.setattr(gateway_http, "RETRY_FIRST_S", 0.01)
     async with AsyncPromptPool("http://127.0.0.1:1") as pool:
         with pytest.raises(Unavailable, match="no answer from the gateway"):
             await pool.status()
     async with AsyncPromptPool(url) as pool:
         await pool.status()
         where, pool._url = pool._url, "http://127.0.0.1:1"
-        slept = tasks.asyncio.sleep
+        slept = gateway_http.asyncio.sleep
 
         async def back(seconds: float) -> None:
             pool._url = where
             await slept(seconds)
 
-        monkeypatch.setattr(tasks.asyncio, "sleep", back)
+        monkeypatch.setattr(gateway_http.asyncio, "sleep", back)
         assert await pool.add([{"prompt": "a"}]) == Added(1, 0)
     with pytest.raises(Conflict, match="closed"):
         await pool.status()

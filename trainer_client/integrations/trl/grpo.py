@@ -27,9 +27,10 @@ from trl import GRPOTrainer
 from protos.errors import InvalidRequest
 from trainer_client import Publisher, TorchRanks, gathered, manifest_of
 from trainer_client.experience import ExperienceReader
-from trainer_client.integrations.rollouts import Agent, GatewayClient, Planned, Rollouts, single_turn
+from trainer_client.integrations.rollouts import Agent, Planned, Rollouts, single_turn
 from trainer_client.integrations.rows import one_row_each
 from trainer_client.integrations.trl.weights import merged, named
+from trainer_client.sessions import Sessions
 
 WAIT_S = 120.0
 """For the trajectories of sessions that have finished: they are in the buffer when `finish` returns."""
@@ -62,7 +63,7 @@ class LaminarRollouts:
         self.__name__ = "laminar_rollouts"  # TRL logs it
         self._relay, self._model = relay, model
         self._staleness_max = staleness_max
-        self._client = GatewayClient(gateway, model, connections=concurrency)
+        self._client = Sessions(gateway, model, connections=concurrency)
         self._rollouts = Rollouts(self._client, agent or single_turn(), concurrency=concurrency, attempts=attempts)
         self._reader = ExperienceReader(gateway, reader=f"trl-{secrets.token_hex(4)}")
         self._publisher: Publisher | None = None

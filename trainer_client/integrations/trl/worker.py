@@ -26,10 +26,11 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from protos.errors import InvalidRequest, LaminarError
 from protos.trajectories import Trajectory
 from trainer_client import Batch, ExperienceReader
-from trainer_client.integrations.rollouts import Agent, GatewayClient, Planned, RolloutFailed, Rollouts, Stopped
+from trainer_client.integrations.rollouts import Agent, Planned, RolloutFailed, Rollouts
 from trainer_client.integrations.rows import Row, advantages_of, row_of
 from trainer_client.integrations.trl.transfer import LaminarWeightTransfer
 from trainer_client.integrations.versions import VersionMap
+from trainer_client.sessions import Sessions, Stopped
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ class _Life:
 
     def __init__(self, worker: LaminarRolloutWorker) -> None:
         self._worker = worker
-        self._client = GatewayClient(worker._gateway, worker._model, connections=worker._concurrency)
+        self._client = Sessions(worker._gateway, worker._model, connections=worker._concurrency)
         self._reader = ExperienceReader(worker._gateway, reader=f"trl-{secrets.token_hex(4)}")
         self._rollouts = Rollouts(
             self._client, worker._agent, concurrency=worker._concurrency, attempts=worker._attempts

@@ -29,10 +29,11 @@ from paramserver.client import RelayClient
 from protos.errors import InvalidRequest, Unavailable
 from protos.trajectories import Trajectory
 from trainer_client.experience import AsyncExperienceReader
-from trainer_client.integrations.rollouts import Agent, GatewayClient, Planned, Rollouts, single_turn
+from trainer_client.integrations.rollouts import Agent, Planned, Rollouts, single_turn
 from trainer_client.integrations.rows import row_of
 from trainer_client.integrations.verl.steps import Steps
 from trainer_client.loop import LoopThread
+from trainer_client.sessions import Sessions
 
 WAIT_S = 120.0
 """For the trajectories of a session that has finished: they are in the buffer when `finish` returns."""
@@ -44,7 +45,7 @@ class Fleet:
     def __init__(self, gateway: str, relay: str, model: str, agent: str, concurrency: int, attempts: int) -> None:
         self._model = model
         self._rollouts = Rollouts(
-            GatewayClient(gateway, model, connections=concurrency),
+            Sessions(gateway, model, connections=concurrency),
             _agent(agent),
             concurrency=concurrency,
             attempts=attempts,

@@ -1,0 +1,165 @@
+"""Sessions of agents through a real gateway: finished once, abandoned by an exception, whatever answers are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from protos.errors import Conflict, InvalidRequest, Unavailable
+from tests.support.scripted_engine import MODEL, ScriptedEngine
+from tests.unit.gateway_api.test_status import gateway
+from trainer_client import AsyncExperienceReader, AsyncSessions, Sessions, Trajectory
+from trainer_client.rewards import NoNumber
+from trainer_client.sessions import Pause, Post
+
+
+@dataclass
+class Scene:
+    url: str
+
+    async def play(self, work: Callable[[Sessions], Any]) -> Any:
+        """What `work` returns, in a thread, of a client that is closed then."""
+
+        def played() -> Any:
+            with Sessions(self.url, MODEL) as sessions:
+                return work(sessions)
+
+        return await asyncio.to_thread(played)
+
+    async def state(self, session_id: str) -> str:
+        async with httpx.AsyncClient() as http:
+            found: str = (await http.get(f"{self.url}/sessions/{session_id}")).json()["state"]
+        return found
+
+    async def trajectory(self) -> Trajectory:
+        """The only one."""
+        async with AsyncExperienceReader(self.url) as reader:
+            [found] = (await reader.sample(trajectories=9, wait_s=0)).trajectories
+        return found
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, _):
+        yield Scene(found.url)
+
+
+async def test_a_finished_session_is_one_trajectory(scene: Scene) -> None:
+    def work(sessions: Sessions) -> None:
+        with sessions.open(group_id="g", tags={"task": "sum"}) as session:
+            session.openai.completions.create(model=MODEL, prompt=[5], max_tokens=2)
+            session.finish(True, metrics={"tries": 1}, status="truncated")
+
+    await scene.play(work)
+    found = await scene.trajectory()
+    assert (found.group_id, found.reward, found.status, found.metrics) == ("g", 1.0, "truncated", {"tries": 1.0})
+    assert sum(found.loss_mask) == 2
+
+
+async def test_asyncio_does_the_same(scene: Scene) -> None:
+    async with AsyncSessions(scene.url) as sessions:
+        async with sessions.open(group_id="g") as session:
+            await session.openai.completions.create(model=MODEL, prompt=[5], max_tokens=2)
+            await session.finish(0.5)
+        with pytest.raises(ZeroDivisionError):
+            async with sessions.open(session_id="broken"):
+                raise ZeroDivisionError("no agent")
+        async with sessions.open(session_id="forgotten"):
+            pass
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05), sessions.open(session_id="cancelled"):
+                await asyncio.Event().wait()
+    assert (await scene.trajectory()).reward == 0.5
+    assert {await scene.state(name) for name in ("broken", "forgotten", "cancelled")} == {"abandoned"}
+
+
+async def test_a_block_that_ends_without_a_finish_abandons_its_session_and_says_so(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(sessions: Sessions) -> None:
+        with sessions.open(session_id="forgotten"):
+            pass
+        with pytest.raises(ZeroDivisionError), sessions.open(session_id="broken"):
+            raise ZeroDivisionError("no agent")
+        with pytest.raises(NoNumber, match="the agent of session s0 gave nan as the reward"):  # noqa: SIM117
+            with sessions.open(session_id="s0") as session:
+                session.finish(float("nan"))
+
+    await scene.play(work)
+    assert {await scene.state(name) for name in ("forgotten", "broken", "s0")} == {"abandoned"}
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == ["session forgotten is abandoned: its block ended without finish(reward)"]
+
+
+class Loses(Sessions):
+    """Loses the answer to each request about sessions once: it is carried out, and sent again."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, MODEL)
+        self.lost: set[str] = set()
+
+    def _done(self, step: Post | Pause) -> Any:
+        if isinstance(step, Pause):
+            return None
+        answer = super()._done(step)
+        if step.url not in self.lost and "/v1/" not in step.url:
+            self.lost.add(step.url)
+            raise Unavailable("the answer was lost")
+        return answer
+
+
+async def test_what_was_carried_out_and_not_answered_has_no_second_effect(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> tuple[int, str, str]:
+        with Loses(scene.url) as sessions:
+            with sessions.open(session_id="s0") as session:
+                session.complete([5], max_tokens=2)
+                session.finish(1.0)
+            with pytest.raises(Conflict, match="s0"):
+                sessions.open(session_id="s0")  # taken, and no answer was lost
+            dropped = Loses(scene.url)
+            dropped.open(session_id="s1").abandon("no agent")
+            dropped.close()
+            return len(sessions.lost), session.session_id, session.base_url
+
+    lost, name, base_url = await asyncio.to_thread(work)
+    assert (lost, name, base_url) == (2, "s0", f"{scene.url}/sessions/s0/v1")
+    found = await scene.trajectory()
+    assert (found.session_id, found.reward, found.turns) == ("s0", 1.0, 1)
+    assert await scene.state("s1") == "abandoned"
+
+
+async def test_openai_is_named_where_it_is_missing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+
+    def work(sessions: Sessions) -> str:
+        with sessions.open() as session:
+            with pytest.raises(InvalidRequest, match=r"needs the package `openai`.*pip install openai"):
+                _ = session.openai
+            return session.base_url
+
+    assert "/v1" in await scene.play(work)
+
+
+async def test_a_server_that_is_no_gateway_is_named() -> None:
+    server = await asyncio.start_server(_says_hello, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, AsyncSessions(f"http://127.0.0.1:{port}", patience_s=0.0) as sessions:
+        with pytest.raises(Unavailable, match="is another server listening there"):
+            async with sessions.open():
+                raise AssertionError("nothing was opened")
+
+
+async def _says_hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello")
+    await writer.drain()
+    writer.close()
