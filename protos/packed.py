@@ -21,7 +21,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, compress
+from itertools import compress
 from typing import Any
 
 import msgspec
@@ -98,13 +98,20 @@ def facts_of(leaves: Sequence[Trajectory], num_bytes: int) -> Facts:
         sample_index=first.sample_index,
         turns=sum(leaf.turns for leaf in leaves),
         num_tokens=sum(len(leaf.token_ids) for leaf in leaves),
-        versions=dict(Counter(chain.from_iterable(compress(leaf.versions, leaf.loss_mask) for leaf in leaves))),
+        versions=dict(_counted(leaves)),
         num_bytes=num_bytes,
         started_unix_s=min(leaf.started_unix_s for leaf in leaves),
         finished_unix_s=max(leaf.finished_unix_s for leaf in leaves),
         tags=first.tags,
         metrics=first.metrics,
     )
+
+
+def _counted(leaves: Sequence[Trajectory]) -> Counter[int]:
+    counted = Counter[int]()
+    for leaf in leaves:
+        counted.update(compress(leaf.versions, leaf.loss_mask))
+    return counted
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,10 +193,13 @@ class Row:
             raise Damaged(f"a packed row's column {name} has not the length that its header tells")
         return values
 
-    def trajectories(self) -> list[Trajectory]:
+    def trajectories(self) -> Iterator[Trajectory]:
+        """Its leaves, each when it is taken. Damaged if one is no trajectory, or has other tokens than its header
+        tells."""
         ends = dict.fromkeys(COLUMNS, 0)
         columns = {name: self.column(name) for name in COLUMNS}
-        return [self._leaf(number, head, columns, ends) for number, head in enumerate(self.heads)]
+        for number, head in enumerate(self.heads):
+            yield self._leaf(number, head, columns, ends)
 
     def _leaf(
         self, number: int, head: Trajectory, columns: Mapping[str, npt.NDArray[Any]], ends: dict[str, int]
@@ -203,12 +213,13 @@ class Row:
 
 
 def pack(leaves: Sequence[Trajectory]) -> bytes:
-    """The row of one session. ValueError for numbers that no column takes."""
+    """The row of one session. ValueError for numbers that no column takes. It works leaf by leaf: in a thread, no step
+    of it keeps the others from running for long."""
     columns: list[_Column] = []
     bodies: list[bytes] = []
     offset = 0
     for name in COLUMNS:
-        kind, raw = _numbers(name, list(chain.from_iterable(getattr(leaf, name) for leaf in leaves)))
+        kind, raw = _numbers(name, [getattr(leaf, name) for leaf in leaves])
         codec, stored = _compressed(raw)
         columns.append(_Column(name, kind, codec, offset, len(stored)))
         bodies.append(stored + bytes(-len(stored) % _ALIGNED))
@@ -222,7 +233,7 @@ def pack(leaves: Sequence[Trajectory]) -> bytes:
 
 def unpack(row: bytes | memoryview) -> list[Trajectory]:
     """The leaves of a row. Damaged if it is damaged."""
-    return Row(row).trajectories()
+    return list(Row(row).trajectories())
 
 
 def check(row: bytes | memoryview) -> None:
@@ -283,18 +294,24 @@ def _header(row: bytes | memoryview, kind: Any) -> tuple[Any, int]:
         raise Damaged(f"a packed row's header: {e}") from e
 
 
-def _numbers(name: str, items: list[Any]) -> tuple[str, bytes]:
-    """The narrowest format that keeps the items as they are, and their bytes."""
+def _numbers(name: str, leaves: Sequence[list[Any]]) -> tuple[str, bytes]:
+    """The narrowest format that keeps the items of all leaves as they are, and their bytes."""
     for kind, format in _FORMATS[name]:
         try:
-            found = array(kind, items)
+            return format, b"".join([_exact(kind, items) for items in leaves])
         except OverflowError:
             continue
-        if kind != "f" or found.tolist() == items:
-            if sys.byteorder == "big":
-                found.byteswap()
-            return format, found.tobytes()
     raise ValueError(f"{name} has numbers of more than 64 bits")
+
+
+def _exact(kind: str, items: list[Any]) -> bytes:
+    """The items' bytes. OverflowError where the format does not keep one as it is."""
+    found = array(kind, items)
+    if kind == "f" and found.tolist() != items:
+        raise OverflowError
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tobytes()
 
 
 def _compressed(raw: bytes) -> tuple[str, bytes]:

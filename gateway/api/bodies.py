@@ -3,8 +3,10 @@ becomes a response. The served schema is made from the same structs."""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import re
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
@@ -52,6 +54,39 @@ def answer_json(answer: object, status: int = 200) -> web.Response:
     """The response with `answer`, a struct of the served schema, as its body."""
     body = msgspec.json.encode(answer)
     return web.Response(body=body, status=status, content_type="application/json", charset="utf-8")
+
+
+def json_pieces(outer: msgspec.Struct, items: Iterable[msgspec.Struct]) -> Iterator[bytes]:
+    """The JSON of `outer`, whose last field is an empty list, with the items in that list."""
+    begin, end = msgspec.json.encode(outer).rsplit(b"]", 1)
+    yield begin
+    for number, item in enumerate(items):
+        yield (b"," if number else b"") + msgspec.json.encode(item)
+    yield b"]" + end
+
+
+def msgpack_pieces(outer: msgspec.Struct, num: int, items: Iterable[msgspec.Struct]) -> Iterator[bytes]:
+    """As `json_pieces`, of `num` items."""
+    yield msgspec.msgpack.encode(outer)[:-1] + b"\xdd" + num.to_bytes(4, "big")
+    for item in items:
+        yield msgspec.msgpack.encode(item)
+
+
+async def answer_pieces(
+    request: web.Request, pieces: Iterator[bytes], *, long: bool, content_type: str = "application/json"
+) -> web.StreamResponse:
+    """The response with these pieces as its body. A long one is made piece by piece in a thread, as fast as its client
+    takes it: a thousand branches of a long history are hundreds of megabytes."""
+    charset = "utf-8" if content_type == "application/json" else None
+    if not long:
+        return web.Response(body=b"".join(pieces), content_type=content_type, charset=charset)
+    response = web.StreamResponse()
+    response.content_type, response.charset = content_type, charset
+    await response.prepare(request)
+    while piece := await asyncio.to_thread(next, pieces, b""):
+        await response.write(piece)
+    await response.write_eof()
+    return response
 
 
 def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:

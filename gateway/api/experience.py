@@ -23,10 +23,17 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from gateway.api.bodies import Count, answer_json, decode
+from gateway.api.bodies import Count, answer_json, answer_pieces, decode, json_pieces, msgpack_pieces
 from gateway.api.errors import BadField
 from gateway.core.selection import Strategy, check_wanted
-from gateway.experience.buffer import LEASE_S, WAIT_S_MAX, BufferStatistics, ExperienceBuffer, Sampled
+from gateway.experience.buffer import (
+    AT_ONCE_TOKENS,
+    LEASE_S,
+    WAIT_S_MAX,
+    BufferStatistics,
+    ExperienceBuffer,
+    Sampled,
+)
 from gateway.experience.leases import holder
 from gateway.experience.record import SampledStatistics
 from gateway.fleet.fleet import Fleet
@@ -227,10 +234,9 @@ class _Handlers:
         )
         self._deps.trainer.took(wanted.trainer_version, sampled.entries)
         accept = request.headers.get("Accept", "")
-        if packed.MEDIA_TYPE not in accept:
-            return _unpacked(sampled, accept)
+        send = _send_packed if packed.MEDIA_TYPE in accept else _send_unpacked
         try:
-            return await _send_packed(request, sampled)
+            return await send(request, sampled)
         except (ConnectionError, asyncio.CancelledError):
             # The reader left before it had all of it, so it cannot use the batch.
             with contextlib.suppress(NotFound):
@@ -273,7 +279,7 @@ class _Handlers:
     async def row(self, request: web.Request) -> web.StreamResponse:
         found = Sampled(rows=[await self._deps.buffer.read(_number("number", request.match_info, 0))])
         accept = request.headers.get("Accept", "")
-        return await _send_packed(request, found) if packed.MEDIA_TYPE in accept else _unpacked(found, accept)
+        return await (_send_packed if packed.MEDIA_TYPE in accept else _send_unpacked)(request, found)
 
     async def statistics(self, request: web.Request) -> web.Response:
         buffer, behind = self._deps.buffer, self._deps.trainer.staleness
@@ -317,11 +323,16 @@ async def _send_packed(request: web.Request, sampled: Sampled) -> web.StreamResp
     return response
 
 
-def _unpacked(sampled: Sampled, accept: str) -> web.Response:
-    answer = SampleAnswer(sampled.lease_id, sampled.trajectories())
-    if MSGPACK in accept:
-        return web.Response(body=msgspec.msgpack.encode(answer), content_type=MSGPACK)
-    return answer_json(answer)
+async def _send_unpacked(request: web.Request, sampled: Sampled) -> web.StreamResponse:
+    """As JSON, or as msgpack: a cost for each token."""
+    rows = [packed.Row(row) for row in sampled.rows]
+    leaves = (leaf for row in rows for leaf in row.trajectories())
+    long = sum(sum(row.lengths["token_ids"]) for row in rows) > AT_ONCE_TOKENS
+    answer = SampleAnswer(sampled.lease_id, [])
+    if MSGPACK in request.headers.get("Accept", ""):
+        pieces = msgpack_pieces(answer, sum(len(row.labels) for row in rows), leaves)
+        return await answer_pieces(request, pieces, long=long, content_type=MSGPACK)
+    return await answer_pieces(request, json_pieces(answer, leaves), long=long)
 
 
 _sample = msgspec.json.Decoder(SampleRequest)

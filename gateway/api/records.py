@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import msgspec
 from aiohttp import web
 
-from gateway.api.bodies import answer_json
+from gateway.api.bodies import answer_pieces, json_pieces
 from gateway.api.errors import BadField
 from gateway.api.sessions import reported_state
 from gateway.core.sessions import SessionState
 from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
+from gateway.experience.buffer import AT_ONCE_TOKENS
 from gateway.runtime.clock import unix_s
 from gateway.sessions.registry import SessionRegistry
 from gateway.tokens import Codec
@@ -57,19 +59,23 @@ class _Handlers:
     def __init__(self, live: SessionRegistry, buffer: ExperienceBuffer, codec: Codec) -> None:
         self._live, self._buffer, self._codec = live, buffer, codec
 
-    async def show(self, request: web.Request) -> web.Response:
+    async def show(self, request: web.Request) -> web.StreamResponse:
         session_id, tokens = SessionId(request.match_info["sid"]), _wants_tokens(request)
         found = self._live.find(session_id)
         if found is not None:
+            # A snapshot: turns may end while it is sent.
+            found = dataclasses.replace(found, tree=found.tree.snapshot())
             state, trajectories = reported_state(found), _so_far(found)
+            long = found.tree.path_tokens > AT_ONCE_TOKENS
         else:
             ended = self._live.ended(session_id)
             if ended is None or ended.how != "finished":
                 self._live.get(session_id)  # raises: it was abandoned, or there is none
                 raise NotFound(f"no session {session_id!r}")
             state, trajectories = ended.how, await self._buffer.look(session_id)
-        recorded = [self._recorded(trajectory, tokens) for trajectory in trajectories]
-        return answer_json(RecordedSession(session_id, state, recorded))
+            long = True
+        recorded = (self._recorded(trajectory, tokens) for trajectory in trajectories)
+        return await answer_pieces(request, json_pieces(RecordedSession(session_id, state, []), recorded), long=long)
 
     def _recorded(self, trajectory: Trajectory, tokens: bool) -> Recorded:
         ids = trajectory.token_ids
@@ -81,8 +87,8 @@ class _Handlers:
         return Recorded(trajectory, spans, texts)
 
 
-def _so_far(state: SessionState) -> list[Trajectory]:
-    return state.trajectories(0.0, reported_state(state), {}, unix_s()) if state.turns else []
+def _so_far(state: SessionState) -> Iterator[Trajectory]:
+    return state.trajectories(0.0, reported_state(state), {}, unix_s()) if state.turns else iter(())
 
 
 def spans_of(trajectory: Trajectory) -> Iterator[tuple[int, bool, int, int]]:

@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -237,18 +237,21 @@ class SessionState:
             )
         self.phase = phase
 
-    def trajectories(self, reward: float, status: str, metrics: Mapping[str, float], now: float) -> list[Trajectory]:
-        """The record as a trainer reads it: one trajectory for each leaf, the session's own first."""
-        paths = self.tree.sequences()
-        return [
-            self._trajectory(path, leaf, len(paths), reward, status, metrics, now) for leaf, path in enumerate(paths)
-        ]
+    def trajectories(
+        self, reward: float, status: str, metrics: Mapping[str, float], now: float
+    ) -> Iterator[Trajectory]:
+        """The record as a trainer reads it: one trajectory for each leaf, the session's own first. Each is made when it
+        is taken: together they have `tree.path_tokens` tokens."""
+        leaves, mixed = self.branches, len(self.sampled_versions) > 1
+        for leaf, path in enumerate(self.tree.sequences()):
+            yield self._trajectory(path, leaf, leaves, mixed, reward, status, metrics, now)
 
     def _trajectory(
         self,
         path: PathRecord,
         leaf: int,
         leaves: int,
+        mixed: bool,
         reward: float,
         status: str,
         metrics: Mapping[str, float],
@@ -262,7 +265,7 @@ class SessionState:
             sample_index=self.spec.sample_index,
             reward=reward if own is None else own,
             status=status,
-            mixed=len(self.sampled_versions) > 1,
+            mixed=mixed,
             split=self.spec.split,
             token_ids=path.token_ids,
             logprobs=path.logprobs,

@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,14 +164,18 @@ class TurnTree:
             out.versions.extend([-1] * rest)
         return out
 
-    def sequences(self) -> list[PathRecord]:
-        """A record for each leaf, in the order in which the leaves ended."""
-        found: list[PathRecord] = []
+    def sequences(self) -> Iterator[PathRecord]:
+        """A record for each leaf, in the order in which the leaves ended. Together they have `path_tokens` tokens."""
         counted: set[TurnId] = set()
         for leaf in self.leaves():
-            found.append(self.sequence(leaf, counted))
-            counted.update(t.turn_id for t in found[-1].turns)
-        return found
+            path = self.sequence(leaf, counted)
+            yield path
+            counted.update(t.turn_id for t in path.turns)
+
+    @property
+    def path_tokens(self) -> int:
+        """The tokens of all leaves' paths: a beginning that they share counts in each."""
+        return sum(leaf.end for leaf in self.leaves())
 
     def sampled_versions(self) -> tuple[int, ...]:
         return tuple(sorted({s.version for t in self.turns.values() for s in t.segments}))

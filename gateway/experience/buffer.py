@@ -31,13 +31,14 @@ from gateway.core.selection import Entry, Strategy, check_wanted, of_equal_rewar
 from gateway.experience.leases import BufferState, LeaseState, held_by
 from gateway.experience.record import SampledRecord, SampledStatistics
 from gateway.experience.stores import ExperienceStore, Raced, make_store
+from gateway.runtime.aside import aside
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.store.damage import leaving_out, reading
 from gateway.store.database import Database, Operation
 from protos import packed
 from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity
-from protos.packed import Offer
+from protos.packed import Facts, Offer
 from protos.trajectories import Trajectory
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ BYTES_MAX = 32 << 30
 """Of packed trajectories: some 20 KB for 2,000 tokens."""
 LEASE_S = 600.0
 WAIT_S_MAX = 300.0
+AT_ONCE_TOKENS = 50_000
+"""Of a session's trajectories, which are made and packed at once; more would hold the event loop for over 20 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +180,9 @@ class ExperienceBuffer:
 
     async def _add(self, leaves: Sequence[Trajectory], along: Operation[object] | None) -> None:
         trajectory = leaves[0]
+        row, facts = await packed_with_facts(leaves)
         async with self._order:
             self._refuse(trajectory.session_id)
-            row = packed.pack(leaves)
-            facts = packed.facts_of(leaves, len(row))
             name, group = trajectory.session_id, trajectory.group_id
             entry = Entry(self._next_seq, name, group, facts.oldest_version, facts)
             self._next_seq += 1
@@ -222,11 +224,13 @@ class ExperienceBuffer:
     async def delivered(self, session_id: str) -> None:
         """When this returns, a session that was added is in the store."""
 
-    async def look(self, session_id: str) -> list[Trajectory]:
-        """A session's trajectories, which stay as they are. NotFound when it is not here."""
+    async def look(self, session_id: str) -> Iterator[Trajectory]:
+        """A session's trajectories, which stay as they are, each unpacked when it is taken. NotFound when it is not
+        here."""
         row = await self._read(lambda entry: entry.session_id == session_id, f"session {session_id}")
         with reading("trajectories", session_id):
-            return packed.unpack(row)
+            packed.check(row)
+        return packed.Row(row).trajectories()
 
     async def read(self, number: int) -> bytes:
         """The row of the session with this number, packed, whoever has its lease. NotFound when it is not here."""
@@ -305,6 +309,7 @@ class ExperienceBuffer:
         wanted = check_wanted(trajectories, groups, group_size, strategy, session_ids)
         self._store.check()
         deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
+        whole_size = None if groups is None else group_size
         with self._naming(lease_id or f"lease-{secrets.token_hex(8)}") as name:
             while True:
                 async with self._order:
@@ -325,7 +330,10 @@ class ExperienceBuffer:
                         return leased
                     # Cleared under the lock: a change after this look sets the event again, so none is missed.
                     self._changed.clear()
-                await self._wait_for_change(remaining_s)
+                await self._wait_for_change(
+                    deadline,
+                    lambda: name in self._withdrawn or self._state.may_have(wanted, whole_size, session_ids, uses_max),
+                )
 
     def _take(
         self,
@@ -555,14 +563,21 @@ class ExperienceBuffer:
                 await self._store.release(lease_id)
         self._changed.set()
 
-    async def _wait_for_change(self, remaining_s: float) -> None:
-        lapse = self._state.next_lapse()
-        until_lapse_s = remaining_s if lapse is None else max(0.0, lapse - unix_s())
-        try:
-            async with asyncio.timeout(min(remaining_s, until_lapse_s)):
-                await self._changed.wait()
-        except TimeoutError:
-            return  # the caller checks again: its deadline has come, or a lease expired
+    async def _wait_for_change(self, deadline: float, worth_a_look: Callable[[], bool]) -> None:
+        """Returns when the caller has to look: a change may have brought enough, its deadline has come, or a lease
+        expired. Each finish is a change, and a look sorts all that is free: so many waiting ranks look only if there
+        may be enough."""
+        while True:
+            remaining_s, lapse = deadline - time.monotonic(), self._state.next_lapse()
+            until_lapse_s = remaining_s if lapse is None else max(0.0, lapse - unix_s())
+            try:
+                async with asyncio.timeout(min(remaining_s, until_lapse_s)):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+            if worth_a_look():
+                return
+            self._changed.clear()  # no await since the look: what changes from here on sets it again
 
     async def _catch_up(self) -> None:
         """The state is as the store is now: before anything is decided on it."""
@@ -580,6 +595,16 @@ class ExperienceBuffer:
                 self._counters.evicted_stale += 1
             else:
                 self._counters.evicted_for_room += 1
+
+
+async def packed_with_facts(leaves: Sequence[Trajectory]) -> tuple[bytes, Facts]:
+    """The row of a session, and what is known of it without its tokens."""
+
+    def pack() -> tuple[bytes, Facts]:
+        row = packed.pack(leaves)
+        return row, packed.facts_of(leaves, len(row))
+
+    return await aside(pack, long=sum(len(leaf.token_ids) for leaf in leaves) > AT_ONCE_TOKENS)
 
 
 def _name_taken(name: str) -> Conflict:

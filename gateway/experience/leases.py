@@ -63,6 +63,7 @@ class BufferState:
     by_token: bool = False  # the newest token of an entry decides whether it is too stale
     num_bytes: int = 0  # of all entries, packed
     num_used: int = 0  # free entries that were used before
+    stale_came: bool = False  # an entry became free that was too stale already
     free: dict[int, Entry] = field(default_factory=dict)  # by seq; out of order once a lease expired
     leases: dict[str, LeaseState] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
@@ -112,6 +113,7 @@ class BufferState:
         """A reader reports the trainer's version. Removes the free entries that are now too stale, and returns them."""
         self.trainer_version = max(self.trainer_version, trainer_version)
         self.staleness_max, self.by_token = staleness_max, by_token
+        self.stale_came = False
         stale = self.stale()
         for entry in stale:
             self.remove(entry)
@@ -139,6 +141,19 @@ class BufferState:
         """Up to `count` whole groups of `group_size` members, or as many as they were closed with."""
         usable = ordered(self.free.values(), strategy, uses_max)
         return whole_groups(usable, count, group_size, self.closed_groups)
+
+    def may_have(self, count: int, group_size: int | None, session_ids: Collection[str] | None, uses_max: int) -> bool:
+        """Whether a `take` may find so many entries (with a `group_size`: groups), or something is to be evicted. False
+        is certain, and costs no look at each entry."""
+        if self.stale_came or (uses_max > 1 and self.num_used):
+            return True
+        if session_ids is not None:
+            return sum(map(self.sessions.__contains__, session_ids)) >= count
+        if group_size is None:
+            return len(self.free) - self.num_used >= count
+        closed = self.groups.keys() & self.closed_groups.keys()
+        ended = sum(self.closed_groups[name] <= self.groups[name] < group_size for name in closed)
+        return sum(map(group_size.__le__, self.groups.values())) + ended >= count
 
     def replace(self, entry: Entry) -> None:
         """The free entry's facts are others now."""
@@ -260,6 +275,7 @@ class BufferState:
     def _let_in(self, *entries: Entry) -> None:
         for entry in entries:
             self.free[entry.seq] = entry
+            self.stale_came |= self.is_stale(entry)
             if entry.uses:
                 self.num_used += 1
             else:

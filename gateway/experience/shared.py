@@ -19,14 +19,13 @@ from itertools import islice, takewhile
 from typing import Literal
 
 from gateway.core.selection import Entry
-from gateway.experience.buffer import BYTES_MAX, CAPACITY, DeliveryStatistics, ExperienceBuffer
+from gateway.experience.buffer import BYTES_MAX, CAPACITY, DeliveryStatistics, ExperienceBuffer, packed_with_facts
 from gateway.experience.outbox import Finish, Sending
 from gateway.experience.redis_store import Landed, RedisStore, taken
 from gateway.experience.stores import Undelivered
 from gateway.redis import RedisServer
 from gateway.runtime.supervisor import Supervisor
 from gateway.store.database import Database, Operation
-from protos import packed
 from protos.decoding import decode_msgpack
 from protos.errors import Conflict, LaminarError, OutOfCapacity, Unavailable
 from protos.packed import Facts
@@ -116,14 +115,13 @@ class SharedBuffer(ExperienceBuffer):
     async def _add(self, leaves: Sequence[Trajectory], along: Operation[object] | None) -> None:
         trajectory = leaves[0]
         name, group = trajectory.session_id, trajectory.group_id
+        row, facts = await packed_with_facts(leaves)
         try:
             self._refuse(name)
         except (Conflict, OutOfCapacity):  # by a replica, which may be late
             async with self._order:
                 await self._catch_up_or_later()
             self._refuse(name)
-        row = packed.pack(leaves)
-        facts = packed.facts_of(leaves, len(row))
         if len(self._waiting) >= SENDING_MAX or self._waiting_bytes + len(row) > SENDING_BYTES_MAX:
             why = self._server.failure or "it is slow"
             raise Unavailable(

@@ -32,7 +32,9 @@ from gateway.core.sessions import SessionState
 from gateway.core.spans import session_span
 from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
+from gateway.experience.buffer import AT_ONCE_TOKENS
 from gateway.experience.stores import Undelivered
+from gateway.runtime.aside import aside, let_go
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.sessions.group_registry import GroupRegistry
@@ -113,7 +115,8 @@ class Endings:
             await self.finish_unrewarded(session_id, request)
             return None
         await self._note(state, Given(None, request.turns, request.leaves))
-        finished, _ = await self.finish_rewarded(session_id, request)
+        finished, trajectories = await self.finish_rewarded(session_id, request)
+        await aside(lambda: let_go(trajectories), long=state.tree.path_tokens > AT_ONCE_TOKENS)
         return finished
 
     async def _note(self, state: SessionState, given: Given) -> None:
@@ -143,7 +146,8 @@ class Endings:
         try:
             await self._collect_evidence(state)
             metrics = {**first.metrics, **request.metrics}
-            trajectories = state.trajectories(reward, first.status, metrics, unix_s())
+            leaves = state.trajectories(reward, first.status, metrics, unix_s())
+            trajectories = await aside(lambda: list(leaves), long=state.tree.path_tokens > AT_ONCE_TOKENS)
             stored = self._to_be_stored(state)
             finished = _finished(state, reward, first.status, trajectories, stored=stored)
             ended = Ended("finished", request, finished, state.spec.owner)
@@ -388,7 +392,7 @@ def _finished(
         mixed=leaves[0].mixed,
         leaves=len(leaves),
         stored=stored,
-        evidence=sorted({s.evidence for leaf in leaves for s in leaf.segments}),
+        evidence=sorted({s.evidence for turn in state.tree.turns.values() for s in turn.segments}),
     )
 
 

@@ -76,7 +76,7 @@ def spans(record: PathRecord | Trajectory) -> list[tuple[int, int, int]]:
 
 
 def told(state: SessionState) -> list[Trajectory]:
-    return state.trajectories(1.0, "completed", {}, 109.0)
+    return list(state.trajectories(1.0, "completed", {}, 109.0))
 
 
 def test_a_prompt_is_not_trained_on_and_an_answer_is_under_the_version_that_said_it() -> None:
@@ -251,7 +251,7 @@ def test_a_trainer_reads_the_whole_record() -> None:
     state = after(
         ([1], [(3, 1)]), ([2], [(3, 1)]), name="s7", group="g", sample_index=2, group_size=4, split="eval", tags=tags
     )
-    assert state.trajectories(0.5, "truncated", {"steps": 2.0}, 109.0) == [
+    assert list(state.trajectories(0.5, "truncated", {"steps": 2.0}, 109.0)) == [
         Trajectory(
             session_id="s7",
             group_id="g",

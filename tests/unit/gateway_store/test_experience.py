@@ -7,6 +7,7 @@ import contextlib
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -403,3 +404,59 @@ def test_beyond_its_bytes_it_evicts_what_was_used_before_and_then_the_oldest() -
     assert [(entry.seq, entry.uses) for entry in lease.again()] == [(3, 1), (4, 1)]
     assert (state.num_bytes, state.num_used, state.groups) == (140, 2, {"g": 1})
     assert [gone.seq for gone in state.add(entry(6, 40))] == [3, 4]
+
+
+@pytest.mark.slow
+async def test_ranks_that_wait_cost_a_finish_nothing(tmp_path: Path) -> None:
+    """Against the same finishes while nobody waits: each was a look at all that is free, by every rank."""
+
+    async def cost(num_ranks: int, **wanted: Any) -> float:
+        async with Database(None) as database:
+            buffer = ExperienceBuffer(database, store="memory")
+            await buffer.open()
+            for number in range(free):
+                await buffer.add(trajectory(f"s{number}", group=f"g{number // 4}"))
+            asked = {"trainer_version": 1, "wait_s": 300.0, "whole": True, **wanted}
+            ranks = [asyncio.create_task(buffer.sample(holder("r", rank), **asked)) for rank in range(num_ranks)]
+            await asyncio.sleep(0)
+            before = time.thread_time()
+            for number in range(20):
+                await buffer.add(trajectory(f"more{number}", group=f"h{number}"))
+                await asyncio.sleep(0)
+            used = time.thread_time() - before
+            assert not any(rank.done() for rank in ranks)
+            for rank in ranks:
+                rank.cancel()
+            await asyncio.gather(*ranks, return_exceptions=True)
+            return used
+
+    free = 5000
+    for wanted in ({"trajectories": free + 100}, {"groups": free, "group_size": 8}):
+        alone, beside = [min([await cost(num, **wanted) for _ in range(2)]) for num in (0, 8)]
+        assert beside < 5 * alone + 0.02, f"20 finishes took {beside:.3f} s with 8 waiting ranks, {alone:.3f} s without"
+
+
+async def test_a_rank_that_waits_gets_its_groups_when_the_last_member_comes(buffer: ExperienceBuffer) -> None:
+    wanted: dict[str, Any] = {"groups": 1, "group_size": 2, "trainer_version": 1, "wait_s": 60.0, "whole": True}
+    waiting = asyncio.create_task(sample(buffer, "r", **wanted))
+    await buffer.add(trajectory("a0", group="a"))
+    await buffer.add(trajectory("b0", group="b"))
+    assert not waiting.done()
+    await buffer.add(trajectory("b1", group="b"))
+    assert names(await waiting) == ["b0", "b1"]
+    waiting = asyncio.create_task(sample(buffer, "r", **wanted))
+    await asyncio.sleep(0)
+    await buffer.close_group("a", 1)
+    assert names(await waiting) == ["a0"]
+
+
+async def test_what_comes_too_stale_is_evicted_while_a_rank_waits(buffer: ExperienceBuffer) -> None:
+    wanted: dict[str, Any] = {"trajectories": 3, "trainer_version": 9, "staleness_max": 2, "wait_s": 60.0}
+    waiting = asyncio.create_task(sample(buffer, "r", **wanted))
+    await until(lambda: bool(buffer._state.staleness_max), "a waiting rank")
+    await buffer.add(trajectory("old", version=1))
+    await until(lambda: buffer.statistics().evicted_stale == 1, "an eviction")
+    assert not waiting.done()
+    for name in "abc":
+        await buffer.add(trajectory(name, version=9))
+    assert names(await waiting) == ["a", "b", "c"]
