@@ -100,6 +100,7 @@ class EngineReport:
     kv_usage: float  # 0..1
     running: int
     waiting: int
+    ready: bool = True  # False: it says that it is to get no turns, since it is paused, or ends with its last one
 
     def __post_init__(self) -> None:
         _check_word("incarnation", self.incarnation)
@@ -117,6 +118,8 @@ class EngineLimits:
     weight_version: str
     fenced: bool = False
     """Paused, by anybody: perhaps in the middle of a load, and then its label proves nothing."""
+    seeds: bool = True
+    """It samples by a request's `seed`; False: it takes the field, and ignores it."""
 
     def __post_init__(self) -> None:
         _check_number("context tokens", self.context_tokens)

@@ -60,7 +60,11 @@ def reason_in(text: str) -> str:
     except (msgspec.MsgspecError, RecursionError):
         failure = _Failure()
     message = failure.error.message if failure.error is not None else failure.message
-    return " ".join((text if message is None else message).split())[:ERROR_SHOWN]
+    return one_line(text if message is None else message)
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())[:ERROR_SHOWN]
 
 
 class EngineHttp:

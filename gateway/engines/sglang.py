@@ -3,7 +3,11 @@
 Source: SGLang 0.5.23's published package.
 - `sglang_stream` reads its streams.
 - While the engine is paused `/health` waits and then returns 503, so it is polled through `/v1/loads` and
-  `/server_info`.
+  `/server_info`. `/ready` is 503 while it is paused, and from SIGTERM on: it then takes requests until the last one
+  has ended.
+- `sampling_seed` has an effect only with `--enable-deterministic-inference`. There a request without one is sampled
+  with 42, so each gets one drawn here.
+- An exception in a load ends the server, so our loader raises none: what came of a load is read from it.
 - A server draws `random_seed` at each start unless given one (`--random-seed`): it identifies the incarnation.
 - SGLang takes pushed tensors as pickles, one per rank, base64. Ours is a constant program around a list of numbers,
   written out in `manifest_tensor`, so that the gateway needs neither torch nor a pickler.
@@ -38,6 +42,9 @@ ABORTS_MAX = 1024
 LOADER = "paramserver.plugins.sglang.load_snapshot"
 """Our weight loader inside SGLang, as `--custom-weight-loader` must name it."""
 MANIFEST = "laminar.manifest"
+REPORT = "laminar.loaded"
+REPORT_NUMBERS_MAX = 1 << 16
+"""Of a report, which is one number a byte."""
 
 
 class _Load(msgspec.Struct):
@@ -56,6 +63,8 @@ class _ServerInfo(msgspec.Struct):
     dtype: str | None = None
     tp_size: int = 1
     dp_size: int = 1
+    pp_size: int = 1
+    enable_deterministic_inference: bool = False
     custom_weight_loader: list[str] | None = None
 
 
@@ -72,6 +81,13 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Report(msgspec.Struct):
+    """As `paramserver.plugins.sglang.Report`."""
+
+    digest: str
+    error: str
+
+
 class _Done(msgspec.Struct):
     success: bool
     message: str = ""
@@ -84,6 +100,7 @@ class SglangEngine(HttpAdapter):
 
     def __init__(self, url: str, context: AdapterContext) -> None:
         super().__init__(url, context)
+        self._seeds = False  # it samples by seeds, as its limits said last
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -104,7 +121,7 @@ class SglangEngine(HttpAdapter):
     ) -> AsyncIterator[EngineStream]:
         reader = Reader(self.url, sampling.top_logprobs)
         try:
-            body = generate_body(prompt_ids, sampling, request_id)
+            body = generate_body(prompt_ids, sampling, request_id, seeds=self._seeds)
             async with self._http.stream("/generate", body, traceparent) as events:
                 yield EventChunks(events, reader, self.url)
                 if reader.over:
@@ -135,17 +152,23 @@ class SglangEngine(HttpAdapter):
             kv_usage=max((load.token_usage for load in loads), default=0.0),
             running=sum(load.num_running_reqs for load in loads),
             waiting=sum(load.num_waiting_reqs for load in loads),
+            ready=await self._ready(),
         )
+
+    async def _ready(self) -> bool:
+        return await self._http.status("GET", "/ready") == 200
 
     async def limits(self) -> EngineLimits:
         models = (await self._http.get("/v1/models", _Models)).data
         self._check_model(models)
         loads = (await self._http.get("/v1/loads?include=core&format=json", _Loads)).loads
+        self._seeds = (await self._http.get("/server_info", _ServerInfo)).enable_deterministic_inference
         return EngineLimits(
             context_tokens=max((model.max_model_len or 0 for model in models), default=0),
             kv_capacity_tokens=sum(load.max_total_num_tokens for load in loads),
             weight_version=await self.weight_version(),
-            fenced=await self._http.status("GET", "/ready") != 200,
+            fenced=not await self._ready(),
+            seeds=self._seeds,
         )
 
     def _check_model(self, models: list[_Model]) -> None:
@@ -165,7 +188,7 @@ class SglangEngine(HttpAdapter):
         started = time.monotonic()
         server = await self._http.get("/server_info", _ServerInfo)
         await self._http.post("/pause_generation", {"mode": "abort"})
-        if server.dp_size == 1 and LOADER in (server.custom_weight_loader or ()):
+        if server.dp_size == server.pp_size == 1 and LOADER in (server.custom_weight_loader or ()):
             await self._push_manifest(path, version, digest, server.tp_size)
         else:
             await self._push_directory(path, version)
@@ -190,13 +213,27 @@ class SglangEngine(HttpAdapter):
         body = {
             "serialized_named_tensors": [manifest_tensor(path, version, digest)] * tp_size,
             "load_format": LOADER,
-            "weight_version": str(version),
             "abort_all_requests": False,
             "flush_cache": True,
             "selector": "all",
         }
         await self._must("/update_weights_from_tensor", body)
+        await self._check_report(version, digest)
         await self._must("/end_weight_update", {})
+        await self._must("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def _check_report(self, version: int, digest: str) -> None:
+        """EngineFailed unless our loader reports this snapshot: SGLang takes each return of it for a success."""
+        wanted = {"name": REPORT, "truncate_size": REPORT_NUMBERS_MAX}
+        text = await self._http.post("/get_weights_by_name", wanted)
+        try:
+            report = decode_json(bytes(map(int, decode_json(text, list[float]))), _Report)
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as e:
+            raise EngineFailed(f"{self.url}: its loader did not report what came of version {version}: {e}") from e
+        if report.error:
+            raise EngineFailed(f"{self.url} did not load version {version}: {report.error}")
+        if report.digest != digest:
+            raise EngineFailed(f"{self.url} reports a load of {report.digest!r}, not of {digest!r}")
 
     async def _begin(self) -> None:
         """Opens an update session. One left open by a load that failed is ended first; the engine stays paused."""
@@ -220,8 +257,9 @@ class SglangEngine(HttpAdapter):
 
 
 def manifest_tensor(path: Path, version: int, digest: str) -> str:
-    """One entry of `serialized_named_tensors`, the pickle of `[("laminar.manifest", torch.tensor(BYTES))]`: BYTES are
-    UTF-8 JSON of path, version and root digest."""
+    """One entry of `serialized_named_tensors`, the pickle of `[("laminar.manifest", torch.ByteTensor(BYTES))]`: BYTES
+    are UTF-8 JSON of path, version and root digest. SGLang's list of what it unpickles has this constructor, and not
+    `torch.tensor`."""
     manifest = msgspec.json.encode({"path": str(path), "version": version, "digest": digest})
     name = MANIFEST.encode()
     body = b"".join(
@@ -230,7 +268,7 @@ def manifest_tensor(path: Path, version: int, digest: str) -> str:
             pickle.EMPTY_LIST,
             pickle.MARK,
             pickle.BINUNICODE + len(name).to_bytes(4, "little") + name,
-            pickle.GLOBAL + b"torch\ntensor\n",
+            pickle.GLOBAL + b"torch\nByteTensor\n",
             pickle.EMPTY_LIST,
             pickle.MARK,
             *(pickle.BININT1 + bytes([byte]) for byte in manifest),

@@ -11,13 +11,15 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import msgspec
 
 from gateway.core.parameters import sent
 from gateway.core.types import SamplingParams, TopLogprob
-from gateway.engines.base import EngineChunk, NoLogprob, RequestRefused, StreamCut, TokenId
+from gateway.engines.base import CutReason, EngineChunk, NoLogprob, RequestRefused, StreamCut, TokenId
+from gateway.engines.http import one_line, refuses
 from protos.errors import LaminarError
 
 Logprob = tuple[float | None, TokenId, str | None]
@@ -50,8 +52,13 @@ class _Event(msgspec.Struct):
 _decode_event = msgspec.json.Decoder(_Event).decode
 
 
-def generate_body(prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> dict[str, object]:
-    """The request. The gateway matches stop strings itself, and needs all ids, special ones included."""
+def generate_body(
+    prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, *, seeds: bool = False
+) -> dict[str, object]:
+    """The request. The gateway matches stop strings itself, and needs all ids, special ones included.
+
+    `seeds`: the server samples by seeds, all requests without one by the same.
+    """
     params: dict[str, object] = {
         "max_new_tokens": sampling.max_tokens,
         **sent(sampling),
@@ -70,6 +77,8 @@ def generate_body(prompt_ids: tuple[int, ...], sampling: SamplingParams, request
         params["structural_tag"] = sampling.structural_tag
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
+    elif seeds:
+        params["sampling_seed"] = secrets.randbits(31)
     if sampling.stop_token_ids:
         params["stop_token_ids"] = sampling.stop_token_ids
     if sampling.ignore_eos:
@@ -96,12 +105,19 @@ class Reader:
     def chunk(self, data: bytes) -> EngineChunk:
         """Raises StreamCut or RequestRefused."""
         meta = self._meta(data)
-        finish, chunk = meta.finish_reason, self._chunk(meta)
-        if finish is not None:
-            self.over = True
-            if finish.type not in ("stop", "length"):  # tokens sampled before the abort count
-                return msgspec.structs.replace(chunk, failure=self._aborted(finish))
-        return chunk
+        finish = meta.finish_reason
+        if finish is None:
+            return self._chunk(meta)
+        self.over = True
+        if finish.type in ("stop", "length"):
+            return self._chunk(meta)
+        failure = self._aborted(finish)
+        if isinstance(failure, RequestRefused):  # its event counts a token that it does not have
+            raise failure
+        try:
+            return msgspec.structs.replace(self._chunk(meta), failure=failure)  # tokens sampled before the abort count
+        except StreamCut as e:
+            raise failure from e
 
     def _meta(self, data: bytes) -> _Meta:
         try:
@@ -146,16 +162,19 @@ class Reader:
 
     def _aborted(self, finish: _Finish) -> LaminarError:
         message = finish.message or f"ended a turn with {finish.type!r}"
-        if finish.status_code is not None and 400 <= finish.status_code < 500:
-            return RequestRefused(f"{self._url} refused the request: {message}")
-        return StreamCut("abort", f"{self._url}: {message}")
+        return self._failure(finish.status_code, message, "abort")
 
-    def _error(self, error: Any) -> Exception:
+    def _error(self, error: Any) -> LaminarError:
         """The server refuses a request with status 200 and the error as the stream's only event."""
-        code = error.get("code") if isinstance(error, dict) else None
-        if isinstance(code, int) and 400 <= code < 500:
-            return RequestRefused(f"{self._url} refused the request: {error}")
-        return StreamCut("server_error", f"{self._url}: {error}")
+        stated = error if isinstance(error, dict) else {}
+        return self._failure(stated.get("code"), stated.get("message") or error, "server_error")
+
+    def _failure(self, status: object, message: object, reason: CutReason) -> LaminarError:
+        said = one_line(str(message))
+        if isinstance(status, int) and refuses(status):
+            return RequestRefused(f"{self._url} refused the request: {said}")
+        serious = isinstance(status, int) and status >= 500
+        return StreamCut("server_error" if serious else reason, f"{self._url}: {said}")
 
 
 def _versions(meta: _Meta) -> tuple[str, ...]:

@@ -67,6 +67,7 @@ class Subject:
     first_stray: Callable[[Sequence[int], int, tuple[int, ...]], int | None]
     head_dim: int = HEAD_DIM
     proves_first: bool = False  # a bad snapshot is refused before anything is fenced
+    dies_of_torn: bool = False  # a bad snapshot is the end of its process
     tells_versions: bool = True  # in its streams
     long: int = LONG  # more for an engine that a client on a busy machine hardly keeps up with
     dtype: str = "float32"  # what it says that it computes in
@@ -416,6 +417,9 @@ class LoadingContract(EngineContract):
                 with pytest.raises(EngineFailed):
                     await load(adapter, subject.torn(9))
                 await self._check_untouched(subject, held)
+                if subject.dies_of_torn:
+                    await until(lambda: _holds(subject.daemon.process.poll() is not None), "its end", PATIENCE_S)
+                    await asyncio.to_thread(subject.start_again)
                 await load(adapter, subject.snapshot(good))
                 assert (await Turn().read(adapter)).ids == subject.expected(good, PROMPT, TOKENS)
 

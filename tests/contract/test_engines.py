@@ -67,7 +67,9 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 def sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     directory = tmp_path_factory.mktemp("sglang")
     start = functools.partial(start_sglang, directory, SGLANG[request.param])
-    subject = Subject("sglang", directory, start, stand_in_says, stand_in_strays)
+    subject = Subject(
+        "sglang", directory, start, stand_in_says, stand_in_strays, dies_of_torn=request.param != "loader"
+    )
     yield subject
     assert subject.stop() == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 from pathlib import Path
 
@@ -45,8 +46,12 @@ async def main() -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await stop.wait()
-    engine.abort("", everything=True)
+    ends = [asyncio.create_task(event.wait()) for event in (stop, server.died)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if engine.died:
+        os._exit(1)  # at once, whatever runs
+    engine.draining = True
+    await server.drained()
     await runner.cleanup()
 
 

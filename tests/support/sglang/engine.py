@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tests.support.sglang import weights
 from tests.support.sglang.wire import DiskBody, GenerateBody, Refused, TensorBody, forced
@@ -16,6 +16,12 @@ from tests.support.sglang.wire import DiskBody, GenerateBody, Refused, TensorBod
 PREFIX = 8
 """Ids of a prompt by which the prefix cache finds KV."""
 HELD_TOKENS = 100
+FILLER = 0
+T = TypeVar("T")
+
+
+class Died(Exception):
+    """The server has ended."""
 
 
 @dataclass
@@ -61,6 +67,10 @@ class Engine:
     running: asyncio.Event = field(default_factory=asyncio.Event)
     cache: dict[tuple[int, ...], str] = field(default_factory=dict)  # prefix to the weights its KV is of
     generated_tokens: int = 0  # since its start, of all requests
+    deterministic: bool = False  # as started with --enable-deterministic-inference
+    draining: bool = False  # SIGTERM came: it ends with its last request
+    died: str = ""  # why; nothing answers from then on
+    model: weights.Model = field(default_factory=weights.Model)  # its custom loader's, of the first rank
 
     def __post_init__(self) -> None:
         self.running.set()
@@ -81,6 +91,7 @@ class Engine:
                 if self.paused is None and request.finish is None and not self._holds(request):
                     self._step(request)
         except Refused as e:  # of a grammar, which is compiled only here
+            request.ids.append(FILLER)  # counted as a token, without a logprob
             request.end(type="abort", message=str(e), status_code=400, err_type="BadRequestError")
         finally:
             self.requests.pop(request.rid, None)
@@ -119,8 +130,8 @@ class Engine:
 
     def abort(self, rid: str, *, everything: bool) -> None:
         for name, request in list(self.requests.items()):
-            if everything or (rid and name.startswith(rid)):
-                request.end(type="abort", message="Aborted")
+            if everything or name == rid:
+                request.end(type="abort", message="Aborted", status_code=None, err_type=None)
 
     # -- pause
 
@@ -173,8 +184,19 @@ class Engine:
         if loader is None or loader not in self.loaders:
             raise Refused(f"Unknown load_format={loader}")
         await self._writer_lock(abort=body.abort_all_requests)
-        [digest] = {await asyncio.to_thread(weights.load_custom, loader, s) for s in body.serialized_named_tensors}
-        self._take(lambda: digest, body.weight_version, flush=body.flush_cache)
+        loaded = self.model
+        for tensors in reversed(body.serialized_named_tensors):  # the first rank answers for all: it comes last
+            loaded = self.model if tensors is body.serialized_named_tensors[0] else weights.Model()
+            await asyncio.to_thread(self._dies_of, lambda t=tensors, m=loaded: weights.load_custom(loader, t, m))
+        self._take(lambda: loaded.digest or self.weights, body.weight_version, flush=body.flush_cache)
+
+    def _dies_of(self, load: Callable[[], T]) -> T:
+        """What `load` gives. Whatever it raises is the end of the server."""
+        try:
+            return load()
+        except Exception as e:
+            self.died = repr(e)
+            raise Died(self.died) from e
 
     async def _writer_lock(self, *, abort: bool) -> None:
         """When not paused, an update waits until nothing runs."""
@@ -186,7 +208,7 @@ class Engine:
     def _take(self, load: Any, label: str | None, *, flush: bool) -> None:
         before = self.weights
         self.weights = f"mixed:{before}"  # what a load that breaks off leaves
-        self.weights = load()
+        self.weights = self._dies_of(load)
         if label is not None:
             self.label = label
         if flush and self.paused != "in_place" and not self.flush():

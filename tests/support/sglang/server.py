@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.support.sglang.engine import Engine, Request
+from tests.support.sglang.engine import Died, Engine, Request
 from tests.support.sglang.wire import (
     AbortBody,
     BeginBody,
@@ -17,6 +17,7 @@ from tests.support.sglang.wire import (
     DiskBody,
     EndBody,
     GenerateBody,
+    NameBody,
     PauseBody,
     Refused,
     TensorBody,
@@ -36,6 +37,12 @@ class Server:
     def __init__(self, engine: Engine, *, incremental: bool = False, disconnect_s: float = 2.0) -> None:
         self.engine, self.incremental, self.disconnect_s = engine, incremental, disconnect_s
         self._runs: set[asyncio.Task[None]] = set()
+        self.died = asyncio.Event()
+
+    async def drained(self) -> None:
+        """Returns when no request is left."""
+        while self._runs:
+            await asyncio.wait(self._runs)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 26, middlewares=[self._errors])
@@ -49,6 +56,7 @@ class Server:
             "/update_weights_from_disk": self._from_disk,
             "/update_weights_from_tensor": self._from_tensor,
             "/update_weight_version": self._version,
+            "/get_weights_by_name": self._parameter,
         }.items():
             app.router.add_post(path, handler)
         app.router.add_route("*", "/flush_cache", self._flush)
@@ -69,8 +77,18 @@ class Server:
         try:
             if request.method == "POST":
                 print("POST", request.path, "under", self.engine.label, flush=True)
+            if self.engine.died:
+                raise Died(self.engine.died)
             return await handler(request)
+        except Died as e:
+            print("died:", e, flush=True)
+            self.died.set()
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()  # to nobody
         except Refused as e:
+            if request.path == "/generate":
+                return web.json_response({"error": _error(str(e))}, status=400)
             return web.json_response({"success": False, "message": str(e), "object": "error"}, status=400)
 
     # -- generation
@@ -128,7 +146,7 @@ class Server:
         if request.finish is not None:
             meta["weight_versions"] = request.spans
         if request.body.return_logprob:
-            pairs = list(zip(request.logprobs, request.ids, strict=True))[start:]
+            pairs = list(zip(request.logprobs, request.ids, strict=False))[start:]
             meta["output_token_logprobs"] = [[p, i, None] for p, i in pairs]
             if num := request.body.top_logprobs_num:
                 meta["output_top_logprobs"] = [[[p - k, i + k, None] for k in range(num)] for p, i in pairs]
@@ -164,14 +182,15 @@ class Server:
         return _done(num_paused_requests=still)
 
     async def _from_tensor(self, http: web.Request) -> web.Response:
-        body = decode(await http.read(), TensorBody)
-        try:
-            await self.engine.update_from_tensor(body)
-        except Refused:
-            raise
-        except Exception as e:  # as the real server does with whatever a loader raises
-            raise Refused(f"Failed to update weights: {e}") from e
+        await self.engine.update_from_tensor(decode(await http.read(), TensorBody))
         return _done()
+
+    async def _parameter(self, http: web.Request) -> web.Response:
+        body = decode(await http.read(), NameBody)
+        found = self.engine.model.get_weights_by_name(body.name, body.truncate_size, tp_size=self.engine.tp_size)
+        if found is None:
+            return web.json_response({"error": _error("Get parameter by name failed")}, status=400)
+        return web.json_response(found)
 
     async def _version(self, http: web.Request) -> web.Response:
         body = decode(await http.read(), VersionBody)
@@ -198,6 +217,8 @@ class Server:
                 "dtype": engine.dtype,
                 "tp_size": engine.tp_size,
                 "dp_size": engine.dp_size,
+                "pp_size": 1,
+                "enable_deterministic_inference": engine.deterministic,
                 "custom_weight_loader": list(engine.loaders),
                 "incremental_streaming_output": self.incremental,
                 "weight_version": engine.label,
@@ -242,7 +263,7 @@ class Server:
         return web.Response()
 
     async def _ready(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self.engine.paused is None else 503)
+        return web.Response(status=503 if self.engine.paused or self.engine.draining else 200)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         """As of a server started with `--enable-metrics`: the one counter that tests read."""
@@ -257,6 +278,9 @@ def _done(**more: Any) -> web.Response:
 async def _stream_error(http: web.Request, message: str) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(http)
-    error = {"error": {"object": "error", "message": message, "type": "BadRequestError", "code": 400}}
-    await response.write(f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode())
+    await response.write(f"data: {json.dumps({'error': _error(message)})}\n\ndata: [DONE]\n\n".encode())
     return response
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}

@@ -118,6 +118,11 @@ class TensorBody(msgspec.Struct, forbid_unknown_fields=True):
     torch_empty_cache: bool = False
 
 
+class NameBody(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    truncate_size: int = 100
+
+
 class VersionBody(msgspec.Struct, forbid_unknown_fields=True):
     new_version: str
     abort_all_requests: bool = True

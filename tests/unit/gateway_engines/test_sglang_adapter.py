@@ -105,6 +105,29 @@ async def test_what_is_asked() -> None:
     assert full == {**plain, "sampling_params": {**params, **more}, "top_logprobs_num": 3}
 
 
+async def test_a_server_that_samples_by_seeds_gets_one_for_each_turn() -> None:
+    """It would sample all turns without one by the same: a group would have the same answer many times."""
+    for deterministic in (False, True):
+        async with scene(deterministic=deterministic) as found:
+            assert (await found.adapter.limits()).seeds is deterministic
+            for _ in range(8):
+                await found.read()
+            await found.read(seed=7)
+            seeds = [body["sampling_params"].get("sampling_seed") for _, body in found.posts]
+            assert seeds[-1] == 7
+            assert len(set(seeds[:-1])) > 1 if deterministic else set(seeds[:-1]) == {None}
+
+
+async def test_one_that_is_paused_or_ends_is_not_ready() -> None:
+    async with scene() as found:
+        assert (await found.adapter.report()).ready
+        found.engine.draining = True
+        assert not (await found.adapter.report()).ready
+        assert (await found.read())[-1].finish_reason == "length", "it still takes turns"
+        found.engine.draining, found.engine.paused = False, "retract"
+        assert not (await found.adapter.report()).ready
+
+
 async def test_a_stream_left_early_is_aborted_by_name_and_one_that_ended_is_not() -> None:
     async with scene(step_s=0.001) as found:
         await found.read()
@@ -180,17 +203,39 @@ async def test_several_data_parallel_ranks_load_from_disk_though_the_loader_is_t
 async def test_a_session_that_a_failed_load_left_open_is_ended_first(tmp_path: Path) -> None:
     good, torn = seal(tmp_path / "a", 3, tiny_model(seed=3)), tear(seal(tmp_path / "b", 4, tiny_model(seed=4)))
     async with scene(loaders=(LOADER,), tp_size=2) as found:
-        with pytest.raises(EngineFailed, match="update_weights_from_tensor"):
+        with pytest.raises(EngineFailed, match=f"did not load version 4: .*{torn.path}"):
             await found.adapter.load(torn.path, 4, torn.digest)
-        assert found.paths == ["/pause_generation", "/begin_weight_update", "/update_weights_from_tensor"]
+        tried = ["/begin_weight_update", "/update_weights_from_tensor", "/get_weights_by_name"]
+        assert found.paths == ["/pause_generation", *tried]
+        assert (found.engine.died, found.engine.label) == ("", "default"), "it lives, and has no new label"
         assert (found.engine.paused, (await found.adapter.limits()).fenced) == ("abort", True)
         found.posts.clear()
         await found.adapter.load(good.path, 3, good.digest)
         begun = ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
-        pushed = ["/update_weights_from_tensor", "/end_weight_update", "/continue_generation"]
-        assert found.paths == ["/pause_generation", *begun, *pushed]
+        pushed = ["/update_weights_from_tensor", "/get_weights_by_name", "/end_weight_update"]
+        assert found.paths == ["/pause_generation", *begun, *pushed, "/update_weight_version", "/continue_generation"]
         assert len(found.posts[4][1]["serialized_named_tensors"]) == 2
         assert (await found.adapter.limits()).fenced is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "said", [None, [], [300.0], [123.0, 125.0], [float(b) for b in b'{"digest": "x", "error": ""}']]
+)
+async def test_a_load_whose_loader_does_not_report_it_is_no_success(tmp_path: Path, said: list[float] | None) -> None:
+    """SGLang takes each return of a loader for a success."""
+    snapshot = seal(tmp_path, 3, tiny_model(seed=3))
+    async with scene(loaders=(LOADER,)) as found:
+        update = found.engine.update_from_tensor
+
+        async def updates(body: Any) -> None:
+            await update(body)
+            found.engine.model.get_weights_by_name = lambda *_, **__: said
+
+        found.engine.update_from_tensor = updates  # type: ignore[method-assign]
+        with pytest.raises(EngineFailed):
+            await found.adapter.load(snapshot.path, 3, snapshot.digest)
+        assert "/continue_generation" not in found.paths
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -75,6 +76,7 @@ async def started(engine: Engine, post: Post, tokens: int = 2000) -> asyncio.Tas
 async def test_what_is_refused(path: str, body: Any, why: str) -> None:
     async with stand_in() as (engine, post):
         status, told = await post(path, body)
+        told = told["error"] if path == "/generate" else told
         assert (status, why in told["message"]) == (400, True), told
         assert (engine.weights, engine.label) == ("w0", "default")
 
@@ -90,25 +92,34 @@ async def test_sessions_open_once_and_take_the_right_number_of_ranks() -> None:
         assert (await post("/end_weight_update", {}))[1]["success"] is True
 
 
-async def test_a_request_id_is_taken_once_and_aborted_by_its_beginning() -> None:
+async def test_a_request_id_is_taken_once_and_aborted_by_all_of_it() -> None:
     async with stand_in() as (engine, post):
         task = await started(engine, post)
-        assert "Duplicate" in (await post("/generate", generate()))[1]["message"]
-        assert await post("/abort_request", {"rid": "r"}) == (200, "")
+        assert "Duplicate" in (await post("/generate", generate()))[1]["error"]["message"]
+        for rid in ("", "r-1", "r"):
+            assert await post("/abort_request", {"rid": rid}) == (200, "")
+            assert (engine.requests["r"].finish is None) == (rid != "r")
         _, answer = await task
         meta = answer["meta_info"]
-        assert meta["finish_reason"]["type"] == "abort"
+        assert meta["finish_reason"] == {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
         assert answer["output_ids"] == said("w0", PROMPT, meta["completion_tokens"])[0]
 
 
 @pytest.mark.slow
-async def test_a_torn_load_leaves_a_mixed_model_under_the_old_label(tmp_path: Path) -> None:
+async def test_whatever_a_load_raises_ends_it(tmp_path: Path) -> None:
     torn = tear(seal(tmp_path, 3, tiny_model(seed=3)))
-    async with stand_in() as (engine, post):
-        status, told = await post("/update_weights_from_disk", {"model_path": str(torn.path), "weight_version": "3"})
-        assert (status, told["success"], engine.label) == (400, False, "default")
-        _, answer = await post("/generate", generate())
-        assert answer["output_ids"] != said("w0", PROMPT, 4)[0]
+    blocked = base64.b64encode(b"ctorch\ntensor\n.").decode()
+    for path, body in {
+        "/update_weights_from_disk": {"model_path": str(torn.path), "weight_version": "3"},
+        "/update_weights_from_tensor": {"serialized_named_tensors": [blocked], "load_format": "x.y"},
+    }.items():
+        async with stand_in(loaders=("x.y",)) as (engine, post):
+            await post("/begin_weight_update", {"selector": "all"}) if "tensor" in path else None
+            with pytest.raises(aiohttp.ServerDisconnectedError):
+                await post(path, body)
+            with pytest.raises(aiohttp.ServerDisconnectedError):
+                await post("/generate", generate())
+            assert engine.label == "default"
 
 
 @pytest.mark.slow
