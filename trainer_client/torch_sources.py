@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from paramserver.client import TensorSource
 from protos.errors import InvalidRequest
@@ -46,7 +47,7 @@ def source(name: str, tensor: torch.Tensor) -> tuple[TensorSource, object]:
         raise unsupported_dtype(name, str(tensor.dtype), map(str, TORCH_DTYPES))
     data = tensor.detach()
     plain = data.device.type == "cpu" and data.is_contiguous() and not (data.is_neg() or data.is_conj())
-    return TensorSource(name, dtype, tuple(data.shape), _reader(data), resident=plain), _identity(name, data)
+    return TensorSource(name, dtype, tuple(data.shape), _reader(data), resident=plain), identity(name, data)
 
 
 def _check_has_bytes(name: str, tensor: torch.Tensor) -> None:
@@ -69,21 +70,28 @@ def _check_has_bytes(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _identity(name: str, data: torch.Tensor) -> object:
-    """The identity that tied weights share. Views that merely overlap have different ones: each is a tensor of its own.
+def identity(name: str, tensor: torch.Tensor) -> object:
+    """What the names of tied weights share: the same memory, read the same way. Views that merely overlap have
+    different ones: each is a tensor of its own. So have views that read other values from the same memory: torch
+    negates and conjugates when a view is read. Of a DTensor it is that of the part here, which may have no rows.
 
-    So have views that read other values from the same memory: torch negates and conjugates when a view is read.
+    Who keeps an identity holds no memory by it, and no tensor that is made later gets the same one. An address would
+    not do: it is given again as soon as a tensor is let go. Nor does memory that is written anew in between make two
+    names one.
     """
-    if data.numel() == 0:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not tensor.numel() or local.layout is not torch.strided:
         return name
     return (
-        data.device,
-        data.data_ptr(),
-        tuple(data.shape),
-        data.stride(),
-        data.dtype,
-        data.is_neg(),
-        data.is_conj(),
+        StorageWeakRef(local.untyped_storage()),  # type: ignore[no-untyped-call]
+        None if local.is_inference() else local._version,
+        local.storage_offset(),
+        tuple(local.shape),
+        local.stride(),
+        local.dtype,
+        local.is_neg(),
+        local.is_conj(),
+        tuple(tensor.shape),
     )
 
 

@@ -45,6 +45,7 @@ def net():
     weights["columns"] = distribute_tensor(torch.rand(6, 501), mesh, [Shard(1)])
     weights["plain"], weights["scalar"] = torch.arange(701), torch.tensor(2.5)
     weights["tied"] = weights["0.weight"]
+    weights["row"] = weights["row.tied"] = distribute_tensor(torch.rand(1, 7), mesh, [Shard(0)])  # rank 1: none
     return weights
 
 def anon_kb():
@@ -149,6 +150,7 @@ def net() -> dict[str, torch.Tensor]:
     layers = [torch.nn.Linear(65, 33), torch.nn.Linear(33, 1), torch.nn.Linear(1, 2050).bfloat16()]
     found = torch.nn.Sequential(*layers, torch.nn.Linear(2050, 701, bias=False)).state_dict()
     found["columns"] = torch.rand(6, 501)
+    found["row"] = torch.rand(1, 7)
     return {**found, "plain": torch.arange(701), "scalar": torch.tensor(2.5)}
 
 

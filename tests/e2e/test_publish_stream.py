@@ -107,7 +107,12 @@ def test_names_are_mapped_in_manifest_and_iterator_alike(relays: Relays) -> None
     with Publisher(daemon.ready["grpc"]) as publisher:
         names = [(r"inv_freq$", None), (r"^module\.", "model.")]
         ticket = publisher.publish_stream(manifest_of(tensors), tensors.items(), step=1, names=names, wait="sealed")
-    assert read(daemon, ticket.version).keys() == {"model.w", "model.b"}
+        assert read(daemon, ticket.version).keys() == {"model.w", "model.b"}
+        tied = {"embed.weight": tensors["module.w"], "lm_head.weight": tensors["module.w"], "b": tensors["module.b"]}
+        for pairs in (tied, lambda: gathered(tied)):
+            options: Any = {"names": [("^embed", None)], "allow_change": True, "wait": "sealed"}
+            ticket = publisher.publish_stream(manifest_of(tied), pairs, step=2, **options)
+            same(read(daemon, ticket.version), {"lm_head.weight": torch.ones(3), "b": torch.zeros(1)})
 
 
 def test_what_is_refused_is_named_after_the_iterator_is_drained_and_the_next_publish_works(relays: Relays) -> None:

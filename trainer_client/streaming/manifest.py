@@ -2,7 +2,8 @@
 
 Invariants:
 - a manifest is made of metadata alone: no tensor is gathered, moved or read for it;
-- a tensor with several names stands in it once; the other names are `tied`.
+- a tensor with several names stands in it once; the other names are `tied`. Only tensors that are there together can
+  be tied, so pairs of a generator that lets one go before it makes the next are not.
 """
 
 from __future__ import annotations
@@ -70,14 +71,20 @@ class Manifest:
             seen.add(meta.name)
         return found
 
-    def renamed(self, names: Names | None) -> Manifest:
-        """With every name mapped; names that map to None are left out."""
-        if names is None:
-            return self
-        tensors = [replace(meta, name=name) for meta in self.tensors if (name := rename(names, meta.name)) is not None]
-        tied = [(rename(names, alias), rename(names, owner)) for alias, owner in self.tied.items()]
-        kept = {alias: owner for alias, owner in tied if alias is not None and owner is not None}
-        return Manifest.of(Manifest(tuple(tensors), kept))
+    def renamed(self, names: Names | None) -> tuple[Manifest, Mapping[str, str | None]]:
+        """With every name mapped; and the new name of each old one, None where nothing is published for it.
+
+        A tensor whose own name is left out takes that of the first one tied to it that is not.
+        """
+        old = (*(meta.name for meta in self.tensors), *self.tied)
+        new = {name: rename(names, name) if names is not None else name for name in old}
+        for alias, owner in self.tied.items():
+            if new[owner] is None:
+                new[owner], new[alias] = new[alias], None
+        tensors = [replace(meta, name=name) for meta in self.tensors if (name := new[meta.name]) is not None]
+        tied = {name: new[owner] for alias, owner in self.tied.items() if (name := new[alias]) is not None}
+        kept = {name: owner for name, owner in tied.items() if owner is not None}
+        return Manifest.of(Manifest(tuple(tensors), kept)), new
 
 
 def manifest_of(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Manifest:
@@ -122,11 +129,12 @@ def _pairs(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterable[t
 
 def memory_of(name: str, tensor: Any) -> object:
     """What two names share only if they are one tensor; `name` itself where that cannot be seen."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(local, torch.Tensor) or local.is_meta or not local.numel():
+    if torch is None or not isinstance(tensor, torch.Tensor):
         return name
-    return (local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, tuple(tensor.shape))
+    from trainer_client import torch_sources
+
+    return torch_sources.identity(name, tensor)
 
 
 def _dtype_name(name: str, dtype: object) -> str:

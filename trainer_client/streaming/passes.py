@@ -97,6 +97,7 @@ class Stream:
         self._names = arguments.names
         self._check_nan = arguments.check_nan
         self._manifest = Manifest(())
+        self._published: Mapping[str, str | None] = {}
         self._part: Part | None = None
         self._metas: dict[str, TensorMeta] = {}
         self._mine: frozenset[str] = frozenset()
@@ -115,7 +116,7 @@ class Stream:
     def _prepare(self) -> Outcome:
         """What this rank will write; its outcome names the run and the tensors, to be the same on every rank."""
         try:
-            self._manifest = Manifest.of(self._announced).renamed(self._names)
+            self._manifest, self._published = Manifest.of(self._announced).renamed(self._names)
             self._part = part_of(self._manifest, self._ranks, self._writers)
             if self._part is not None and self._ranks.index == 0:
                 names = {*(meta.name for meta in self._manifest.tensors), *self._manifest.tied}
@@ -196,7 +197,7 @@ class Stream:
         return Outcome()
 
     def _write(self, version: StreamedVersion, given: str, tensor: Any) -> None:
-        name = given if self._names is None else rename(self._names, given)
+        name = self._published[given] if given in self._published else self._renamed(given)
         if name is None or name in self._manifest.tied or (name in self._metas and name not in self._mine):
             return
         meta = self._metas.get(name)
@@ -215,6 +216,9 @@ class Stream:
                 refuse_nan(name, source.dtype, piece)
             first = False
             version.write(name, piece)
+
+    def _renamed(self, given: str) -> str | None:
+        return given if self._names is None else rename(self._names, given)
 
     def _bytes_of(self, version: StreamedVersion, source: TensorSource, tensor: Any) -> Iterable[memoryview]:
         if getattr(getattr(tensor, "device", None), "type", "cpu") != "cpu":

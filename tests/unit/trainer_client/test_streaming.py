@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,10 +75,51 @@ def test_names_are_mapped_by_pairs_or_a_function_and_left_out_by_none() -> None:
     with pytest.raises(InvalidRequest, match="made 3 of 'w'"):
         rename(lambda name: 3, "w")  # type: ignore[arg-type,return-value]
     manifest = Manifest((TensorMeta("a.w", "F32", ()), TensorMeta("b.w", "F32", ())), {"a.t": "a.w", "b.t": "b.w"})
-    renamed = manifest.renamed([("^a", "x"), ("^b", None)])
+    renamed, new = manifest.renamed([("^a", "x"), ("^b", None)])
     assert (renamed.tensors, renamed.tied) == ((TensorMeta("x.w", "F32", ()),), {"x.t": "x.w"})
+    assert new == {"a.w": "x.w", "a.t": "x.t", "b.w": None, "b.t": None}
     with pytest.raises(InvalidRequest, match="'w' is announced twice"):
         manifest.renamed(lambda name: name[2:])
+
+
+def test_a_tensor_whose_own_name_is_left_out_is_published_under_the_first_that_is_tied_to_it() -> None:
+    manifest = Manifest((TensorMeta("embed", "F32", (2,)),), {"x": "embed", "head": "embed", "copy": "embed"})
+    renamed, new = manifest.renamed([("^embed$|^x$", None)])
+    assert (renamed.tensors, renamed.tied) == ((TensorMeta("head", "F32", (2,)),), {"copy": "head"})
+    assert new == {"embed": "head", "x": None, "head": None, "copy": "copy"}
+
+
+def of_one_buffer(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor lies where the one before did, and is let go before the next is made."""
+    buffer = np.zeros(4, np.float32)
+    for number in range(count):
+        buffer[:] = number
+        yield f"w{number}", torch.from_numpy(buffer)
+
+
+def of_one_tensor(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """One tensor that is filled anew."""
+    buffer = torch.zeros(4)
+    for number in range(count):
+        yield f"w{number}", buffer.fill_(number)
+
+
+@pytest.mark.parametrize("pairs", [of_one_buffer, of_one_tensor])
+def test_only_tensors_that_are_there_together_are_tied(pairs: Callable[[int], Iterator[Any]]) -> None:
+    manifest = manifest_of(pairs(3))
+    assert [meta.name for meta in manifest.tensors] == ["w0", "w1", "w2"]
+    assert manifest.tied == {}
+    assert [(name, tensor[0].item()) for name, tensor in gathered(pairs(3))] == [("w0", 0), ("w1", 1), ("w2", 2)]
+
+
+def test_tied_weights_are_found_in_a_generator_of_views_too() -> None:
+    """The views come and go, and what they show stays."""
+    net = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4, bias=False)})
+    net["head"].weight = net["embed"].weight
+    pairs = [(name, one.detach()) for name, one in net.named_parameters(remove_duplicate=False)]
+    assert manifest_of((name, one.detach()) for name, one in pairs).tied == {"head.weight": "embed.weight"}
+    conjugated = torch.ones(2, dtype=torch.complex64)
+    assert manifest_of({"z": conjugated, "conj": conjugated.conj()}).tied == {}
 
 
 class Seat:
