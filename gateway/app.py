@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from gateway.api.access import Access
 from gateway.api.admin import AdminDeps, add_admin_routes
 from gateway.api.anthropic.routes import add_anthropic_routes
 from gateway.api.calls.service import Calls
+from gateway.api.elsewhere import elsewhere
 from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, add_experience_routes
 from gateway.api.generate import add_generate_route
@@ -41,12 +43,13 @@ from gateway.experience import ExperienceBuffer
 from gateway.experience.buffer import BYTES_MAX, CAPACITY
 from gateway.experience.readers import ReaderStore
 from gateway.experience.shared import SharedBuffer
+from gateway.fleet.claims import TTL_S, ClaimStore
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.registrations import Registrations
 from gateway.fleet.text_proxy import TextProxy
 from gateway.operate.admin_place import AdminPlace, admin_place
 from gateway.operate.status import GatewayStatus
-from gateway.redis import RedisAddress, RedisServer
+from gateway.redis import RedisAddress, RedisServer, SharedGateways
 from gateway.repack.loop import Repacker
 from gateway.runtime.supervisor import Supervisor
 from gateway.sessions.endings import Endings
@@ -60,12 +63,13 @@ from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool, Timeline
 from gateway.store.database import CACHE_BYTES, CACHE_BYTES_WITHOUT, DATABASE_NAME
 from gateway.store.groups import GroupStore
-from gateway.store.layout import claim
+from gateway.store.layout import claim, gateway_name
 from gateway.store.lineage import LineageStore
 from gateway.store.sessions import SessionStore
 from gateway.tasks import PromptPool
 from gateway.tasks.shared import SharedPromptPool
 from gateway.tokens import Codec
+from paramserver.client import EtcdClaims
 from paramserver.membership import EtcdRegistry
 from protos.access.connections import STRANGER_S, Connections
 from protos.access.key_file import KeyFile
@@ -194,7 +198,10 @@ async def start(config: GatewayConfig) -> Gateway:
         await database.run(lambda opened: claim(opened, str(path), config.model, codec.vocabulary))
         experience = await _experience_store(config, codec.vocabulary, stack)
         stores = await open_stores(database, stack, experience, config.experience_max, config.experience_bytes_max)
-        parts = assemble(config, stores, codec, telemetry.tracer)
+        name = await database.run(gateway_name)
+        gateways = SharedGateways(experience, name, TTL_S) if isinstance(experience, RedisServer) else None
+        claims = gateways if registry is None else EtcdClaims(registry, name, TTL_S)
+        parts = assemble(config, stores, codec, telemetry.tracer, claims, gateways)
         await recover(parts.sessions, stores.sessions, stores.pool)
         await parts.fleet.__aenter__()
         for close in (
@@ -234,12 +241,20 @@ async def start(config: GatewayConfig) -> Gateway:
                 admin = await listen_for_admins(_admin_routes(config, deps, place, access), place, of_admins)
                 listening.push_async_callback(admin.close)
                 status.admin_url = admin.url
-            app = _routes(config, codec, parts, stores, deps, access)
+            app = _routes(config, codec, parts, stores, deps, access, gateways)
             admission = Admission(connections, strangers=access is not None)
             listener = await listen(app, config.host, config.port, admission)
+            if gateways is not None:
+                listening.push_async_callback(listener.close)
+                await gateways.show(config.public_url or _reached_at(config.host, listener.url))
             listening.pop_all()
-        loops = _start_loops(config, parts, registry, access)
+        loops = _start_loops(config, parts, registry, access, gateways)
         return Gateway(config, stores, parts, status, listener, admin, loops, stack.pop_all())
+
+
+def _reached_at(host: str, url: str) -> str:
+    """Where gateways on other hosts send a client of this one, which listens at `url`."""
+    return url.replace(host, socket.gethostname(), 1) if host in ("0.0.0.0", "::") else url  # noqa: S104 - compared
 
 
 def open_keys(config: GatewayConfig) -> KeyFile | None:
@@ -318,16 +333,24 @@ async def open_stores(
     return stores
 
 
-def assemble(config: GatewayConfig, stores: Stores, codec: Codec | None = None, tracer: Tracer | None = None) -> Parts:
-    """Puts the rooms together. Without a `codec`, as in tests, no id ends a turn, and every id is in the vocabulary."""
+def assemble(
+    config: GatewayConfig,
+    stores: Stores,
+    codec: Codec | None = None,
+    tracer: Tracer | None = None,
+    claims: ClaimStore | None = None,
+    gateways: SharedGateways | None = None,
+) -> Parts:
+    """Puts the rooms together. Without a `codec`, as in tests, no id ends a turn, and every id is in the vocabulary.
+    `claims`, `gateways`: where this gateway shares a store with others."""
     timeline = stores.timeline
     state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
     known_groups = KnownGroups()
-    live = SessionRegistry(config, state, stores.sessions, timeline, known_groups, tracer)
+    live = SessionRegistry(config, state, stores.sessions, timeline, known_groups, tracer, gateways)
     trainer = Trainer(config, live, stores.buffer, stores.reader)
     adapters = AdapterContext(model=config.model, tokenizer=codec, stall_timeout_s=config.stall_timeout_s)
     context_tokens = 0 if codec is None else codec.context_tokens or 0
-    fleet = Fleet(config, state, timeline, trainer.admission, adapters, stores.lineage, context_tokens, tracer)
+    fleet = Fleet(config, state, timeline, trainer.admission, adapters, stores.lineage, context_tokens, tracer, claims)
     sessions = TurnService(
         config,
         live,
@@ -362,9 +385,11 @@ def _routes(
     stores: Stores,
     admin: AdminDeps,
     access: Access | None = None,
+    gateways: SharedGateways | None = None,
 ) -> web.Application:
-    """`access` None: no middleware asks for keys."""
-    app = _application(config, [] if access is None else [access.control(OPERATIONS_BY_ROUTE)])
+    """`access` None: no middleware asks for keys. `gateways` None: no other one has sessions."""
+    first = [] if gateways is None else [elsewhere(gateways)]
+    app = _application(config, first if access is None else [*first, access.control(OPERATIONS_BY_ROUTE)])
     from_user = config.session_from_user
     text = None
     if parts.text_proxy is not None:
@@ -417,16 +442,24 @@ def _application(config: GatewayConfig, control: Sequence[Middleware]) -> web.Ap
 
 
 def _start_loops(
-    config: GatewayConfig, parts: Parts, registry: EtcdRegistry | None, access: Access | None
+    config: GatewayConfig,
+    parts: Parts,
+    registry: EtcdRegistry | None,
+    access: Access | None,
+    gateways: SharedGateways | None,
 ) -> Supervisor:
     loops = Supervisor()
+    if gateways is not None:
+        loops.keep_running(gateways.run, "shared-gateways")
     if access is not None:
         loops.keep_running(access.follow, "api-keys")
     loops.keep_running(parts.endings.expire, "session-expiry")
     if parts.text_proxy is not None:
         loops.keep_running(parts.text_proxy.watch, "text-proxy-watch")
     if registry is not None:
-        loops.keep_running(Registrations(registry, parts.fleet).run, "registered-engines")
+        registrations = Registrations(registry, parts.fleet)
+        loops.keep_running(registrations.run, "registered-engines")
+        loops.keep_running(registrations.claim_again, "claimed-engines")
     if config.fleet.mode == "repack":
         loops.keep_running(parts.repacker.run, "repack")
     return loops

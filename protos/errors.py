@@ -80,6 +80,18 @@ class Conflict(LaminarError):
     grpc_status = "FAILED_PRECONDITION"
 
 
+class Misdirected(LaminarError):
+    """Another gateway has what the request names. `url`: where that one is reached; empty while it is not known."""
+
+    code = "misdirected"
+    http_status = 421
+    grpc_status = "FAILED_PRECONDITION"
+
+    def __init__(self, message: str, *, hint: str = "", url: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.url = url
+
+
 class StaleEpoch(Conflict):
     """The caller's epoch was ended by a later election."""
 

@@ -221,7 +221,7 @@ class _Handlers:
         await self._check_places(spec)
         if wanted.check:
             await self._fleet.check(spec)
-        self._fleet.add(spec)
+        await self._fleet.join(spec)
         return answer_json(EngineAdded(wanted.name), 201)
 
     async def _check_places(self, spec: EngineSpec) -> None:

@@ -95,7 +95,7 @@ class _Handlers:
         in_range("group_min", wanted.group_min, 1, size)
         name = GroupId(wanted.group_id or f"g-{secrets.token_hex(8)}")
         caller = caller_of(request)
-        member = session_spec(wanted.session, owner=owner_of(caller))
+        member = session_spec(wanted.session, SessionId(""), owner=owner_of(caller))
         spec = dataclasses.replace(member, group_id=name, group_size=size)
         self._live.check_rights(spec, caller)
         least = size if wanted.group_min is None else wanted.group_min

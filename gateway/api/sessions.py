@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Annotated, Literal
 from urllib.parse import quote
@@ -205,8 +204,10 @@ class _Handlers:
         body = await request.read()
         wanted = decode(_create, body) if body else CreateRequest()
         caller = caller_of(request)
-        spec = session_spec(wanted, owner=owner_of(caller), trace=self._trace_of(request))
+        name = SessionId(wanted.session_id or self._live.new_id())
+        spec = session_spec(wanted, name, owner=owner_of(caller), trace=self._trace_of(request))
         self._live.check_rights(spec, caller)
+        await self._live.reserve(name)
         _, key = self._live.create(spec)
         await self._live.saved()
         return answer_json(self._made(request, spec.session_id, key))
@@ -257,12 +258,13 @@ class _Handlers:
         return SessionMade(name, base_url(request, name, self._public_url), key, self._live.finish_key(name))
 
 
-def session_spec(wanted: CreateRequest, *, owner: str = "", trace: TraceContext | None = None) -> SessionSpec:
+def session_spec(
+    wanted: CreateRequest, name: SessionId, *, owner: str = "", trace: TraceContext | None = None
+) -> SessionSpec:
     in_range("min_version", wanted.min_version, 0, wanted.version)
     in_range("max_version", wanted.max_version, wanted.version or wanted.min_version, None)
     if wanted.blocks_parent and wanted.parent_session_id is None:
         raise BadField("blocks_parent", "`blocks_parent` without a parent", hint="name it with `parent_session_id`")
-    name = SessionId(wanted.session_id or f"s-{secrets.token_hex(8)}")
     return SessionSpec(
         name,
         GroupId(wanted.group_id or name),

@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import secrets
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ import msgspec
 
 from gateway.store.damage import leaving_out
 from gateway.store.database import Database, Operation
+from gateway.store.layout import gateway_name
 from protos.decoding import decode_msgpack
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS outbox(
-    number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, name TEXT NOT NULL, content BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS gateway_name(one INTEGER PRIMARY KEY, name TEXT NOT NULL)
+    number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, name TEXT NOT NULL, content BLOB NOT NULL)
 """
 
 Kind = Literal["finish", "close_group", "drop_group"]
@@ -93,12 +92,9 @@ class Outbox:
 
 
 def _open(connection: sqlite3.Connection) -> tuple[str, list[tuple[int, Kind, str, bytes]]]:
-    for statement in _SCHEMA.split(";"):
-        connection.execute(statement)
-    connection.execute("INSERT OR IGNORE INTO gateway_name VALUES (1, ?)", (f"gateway-{secrets.token_hex(8)}",))
-    [name] = connection.execute("SELECT name FROM gateway_name").fetchone()
+    connection.execute(_SCHEMA)
     rows = connection.execute("SELECT number, kind, name, content FROM outbox ORDER BY number").fetchall()
-    return name, rows
+    return gateway_name(connection), rows
 
 
 def _sending(number: int, kind: Kind, name: str, content: bytes) -> Sending | None:

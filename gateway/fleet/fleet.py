@@ -24,6 +24,7 @@ from gateway.core.scheduler import Admission
 from gateway.core.types import NO_VERSION, EngineName, Version
 from gateway.engines.base import AdapterContext, EngineFailed, engine_tls
 from gateway.engines.kinds import connect
+from gateway.fleet.claims import START_PATIENCE_S, ClaimStore, EngineClaims
 from gateway.fleet.evidence import VersionEvidence
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.pins import VersionPins
@@ -68,8 +69,12 @@ class Fleet:
         lineage: LineageStore | None = None,
         context_tokens: int = 0,
         tracer: Tracer | None = None,
+        claims: ClaimStore | None = None,
     ) -> None:
         self.config = config
+        self.claims = EngineClaims(claims, self._claimed_by_another)
+        self.elsewhere: dict[str, str] = {}
+        """Registered and lost engines that are not in the fleet since another gateway has them: why, by their names."""
         self.state = state
         self.handles: dict[EngineName, EngineHandle] = {}
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
@@ -106,10 +111,13 @@ class Fleet:
         self._loops = [
             self._tasks.keep_running(self._tick, "fleet-tick"),
             self._tasks.keep_running(self.pins.run, "version-pins"),
+            self._tasks.keep_running(self.claims.run, "engine-claims"),
         ]
         try:
             for spec in self.config.engines:
-                self.add(spec if spec.relay is not None or not spec.loads else replace(spec, relay=self.config.relay))
+                if spec.relay is None and spec.loads:
+                    spec = replace(spec, relay=self.config.relay)
+                await self.join(spec, START_PATIENCE_S)
         except BaseException:
             await self.close()
             raise
@@ -125,8 +133,25 @@ class Fleet:
         for name in list(self.handles):
             await self.remove(name)
         await self._tasks.close()
+        await self.claims.close()
 
     # -- engines
+
+    async def join(self, spec: EngineSpec, patience_s: float = 0.0) -> None:
+        """Claims the engine among the gateways that share a store, and adds it. Raises as `add` does, and Claimed for
+        one that another live gateway has, for `patience_s` at least."""
+        self._check_spec(spec)
+        await self.claims.take(spec.name, spec.url, patience_s)
+        self.elsewhere.pop(spec.name, None)
+        self.add(spec)
+
+    async def _claimed_by_another(self, url: str, holder: str) -> None:
+        """While the store of claims was away: the engine is that gateway's now."""
+        for name, handle in list(self.handles.items()):
+            if handle.spec.url == url:
+                log.error("engine %s at %s leaves the fleet: %s has claimed it", name, url, holder)
+                await self.remove(name)
+                self.elsewhere[name] = f"engine {name} at {url} belongs to {holder}"
 
     def add(self, spec: EngineSpec) -> None:
         """Raises Conflict for a name or an address that is taken, UnsupportedField for a relay that its kind cannot
@@ -183,6 +208,7 @@ class Fleet:
         self.state.remove(name)
         try:
             await handle.close()
+            self.claims.give_back(handle.spec.url)
         finally:
             relay = handle.spec.relay
             if relay is not None and not any(other.spec.relay == relay for other in self.handles.values()):

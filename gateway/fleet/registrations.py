@@ -3,16 +3,19 @@
 Invariants:
 - only engines that joined this way leave this way: those of the configuration and of the admin API stay;
 - a registration that is wrong affects its own engine alone;
-- an engine that an operator removed stays out until its relay registers it anew.
+- an engine that an operator removed stays out until its relay registers it anew;
+- an engine that another gateway has claimed joins once that gives it up.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 
 from gateway.config import EngineSpec
 from gateway.core.types import EngineName
+from gateway.fleet.claims import Claimed
 from gateway.fleet.fleet import Fleet
 from paramserver.client import RegisteredEngine, watch_engines
 from paramserver.membership import Registry
@@ -20,6 +23,9 @@ from protos.engines import check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest, LaminarError
 
 log = logging.getLogger(__name__)
+
+CLAIM_AGAIN_S = 5.0
+"""Between two tries of an engine that another gateway has."""
 
 
 class Registrations:
@@ -29,11 +35,22 @@ class Registrations:
         self._registry, self._fleet = registry, fleet
         self._registered: dict[str, RegisteredEngine] = {}
         self._added: dict[str, EngineSpec] = {}
+        self._claimed: set[str] = set()  # names of engines that another gateway has
+        self._changing = asyncio.Lock()  # one of the two loops looks at the fleet and changes it
 
     async def run(self) -> None:
         """Until cancelled."""
         async for engines in watch_engines(self._registry):
-            await self._follow(engines)
+            async with self._changing:
+                await self._follow(engines)
+
+    async def claim_again(self) -> None:
+        """Tries the engines of other gateways again, until cancelled."""
+        while True:
+            await asyncio.sleep(CLAIM_AGAIN_S)
+            async with self._changing:
+                for name in sorted(self._claimed):
+                    await self._join(name)
 
     async def _follow(self, engines: dict[str, RegisteredEngine]) -> None:
         """A registration that changed, such as its relay's address, leaves and joins again."""
@@ -45,22 +62,35 @@ class Registrations:
             except Exception:
                 log.exception("engine %s is not registered any more, and could not be removed", name)
         for name in (name for name in changed if name in engines):
-            try:
-                self._join(engines[name])
-            except LaminarError as error:
-                log.warning("the registered engine %s does not join: %s", name, error)
-            except Exception:
-                log.exception("the registered engine %s could not be added", name)
+            await self._join(name)
 
     async def _leave(self, name: str) -> None:
+        self._claimed.discard(name)
+        self._fleet.elsewhere.pop(name, None)
         spec, handle = self._added.pop(name, None), self._fleet.handles.get(EngineName(name))
         if spec is not None and handle is not None and handle.spec is spec:
             log.info("engine %s leaves: the relay that registered it is gone", name)
             await self._fleet.remove(EngineName(name))
 
-    def _join(self, engine: RegisteredEngine) -> None:
-        spec = registered(engine)
-        self._fleet.add(spec)
+    async def _join(self, name: str) -> None:
+        """An error costs this engine alone."""
+        engine = self._registered[name]
+        try:
+            spec = registered(engine)
+            await self._fleet.join(spec)
+        except Claimed as error:
+            if self._fleet.elsewhere.get(name) != error.message:
+                log.warning("the registered engine %s does not join: %s", name, error)
+            self._claimed.add(name)
+            self._fleet.elsewhere[name] = error.message
+            return
+        except LaminarError as error:
+            log.warning("the registered engine %s does not join: %s", name, error)
+            return
+        except Exception:
+            log.exception("the registered engine %s could not be added", name)
+            return
+        self._claimed.discard(name)
         self._added[spec.name] = spec
         log.info("engine %s joins: %s at %s, beside relay %s", spec.name, spec.kind, spec.url, engine.relay)
 

@@ -129,7 +129,9 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     pinned there for its engines to go back to. `sessions_behind`: sessions by how many versions. `store_failure`: why
     what is kept cannot be written now; empty while it can. `refused_relays`: by address, why nothing of a relay whose
     registry replaced the one that versions came from is believed. `unreachable_relays`: addresses of relays that do
-    not answer now; engines beside them keep the version that they hold. `shared_experience`: the Redis of
+    not answer now; engines beside them keep the version that they hold. `engines_elsewhere`: by name, engines that are
+    not in the fleet since another gateway has them, and why. `unclaimed`: why claims on engines are not renewed now;
+    empty while they are, or where no store is shared. `shared_experience`: the Redis of
     `--experience-store`; null without one."""
 
     access: AccessReport
@@ -150,6 +152,8 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     store_failure: str
     refused_relays: Mapping[str, str]
     unreachable_relays: Sequence[str]
+    engines_elsewhere: Mapping[str, str]
+    unclaimed: str
     counters: AllCounters
     relayed_text: TextProxyStatistics | None
     tokens_per_s: float

@@ -129,6 +129,8 @@ class GatewayStatus:
             store_failure=self._database.failure,
             refused_relays=fleet.relays.refused(),
             unreachable_relays=fleet.relays.unreachable(),
+            engines_elsewhere=fleet.elsewhere,
+            unclaimed=fleet.claims.failure,
             counters=AllCounters(
                 **asdict(sessions.counters),
                 refreshes=statistics.refreshes,

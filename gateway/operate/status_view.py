@@ -146,6 +146,9 @@ def warnings_of(status: Mapping[str, Any]) -> Sequence[str]:
         f"relay {address} does not answer: its engines keep the version they hold (start it, or check its address)"
         for address in status.get("unreachable_relays", ())
     ]
+    found += status.get("engines_elsewhere", {}).values()
+    if unclaimed := status.get("unclaimed"):
+        found.append(f"other gateways may take this one's engines, for its claims on them are not renewed: {unclaimed}")
     if not any(e["state"] in ("serving", "draining") for e in status["engines"]):
         found.append("no engine serves: new turns wait, then get 429")
     elif not any(e["intake"] == "open" for e in status["engines"]):

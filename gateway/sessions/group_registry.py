@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import secrets
 from collections.abc import Sequence
 
 from gateway.core.endings import How
@@ -82,7 +81,7 @@ class GroupRegistry:
 
     def sample(self, group: Group, index: int) -> SessionId:
         """A new session in the group."""
-        name = SessionId(f"s-{secrets.token_hex(8)}")
+        name = self._live.new_id()
         _, key = self._live.create(dataclasses.replace(group.spec, session_id=name, sample_index=index))
         group.state.sampled(name, index)
         group.keys[name] = key

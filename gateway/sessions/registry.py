@@ -22,6 +22,7 @@ from gateway.core.key_bounds import KeyBounds
 from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, names_a_session
 from gateway.core.types import GroupId, SessionId, TurnId
 from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity
+from gateway.redis import SharedGateways
 from gateway.runtime.clock import unix_s
 from gateway.sessions.known_groups import KnownGroups
 from gateway.store import Timeline
@@ -30,7 +31,17 @@ from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Una
 from protos.telemetry.spans import Tracer
 
 
+class UnknownSession(NotFound):
+    """No session of this name is, or was, at this gateway."""
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"no session {session_id!r}", hint="make it with POST /sessions")
+        self.session_id = session_id
+
+
 class SessionRegistry:
+    """`gateways`: those that share a store with this one, if there may be any."""
+
     def __init__(
         self,
         config: GatewayConfig,
@@ -39,8 +50,10 @@ class SessionRegistry:
         timeline: Timeline,
         groups: KnownGroups,
         tracer: Tracer | None = None,
+        gateways: SharedGateways | None = None,
     ) -> None:
         self.tracer = tracer
+        self._gateways = gateways
         self.draining = False  # the gateway shuts down: nothing new begins
         self._config, self._fleet, self._store, self._timeline = config, fleet, store, timeline
         self._groups = groups
@@ -91,7 +104,7 @@ class SessionRegistry:
             raise Conflict(
                 f"session {session_id} is already {self._ended[session_id]}", hint="make a new one with POST /sessions"
             )
-        raise NotFound(f"no session {session_id!r}", hint="make it with POST /sessions")
+        raise UnknownSession(session_id)
 
     def children(self, session_id: SessionId) -> list[SessionState]:
         """Its children that have not ended."""
@@ -115,6 +128,17 @@ class SessionRegistry:
         parent = None if state.spec.parent_session_id is None else self._live.get(state.spec.parent_session_id)
         if parent is not None and state.spec.blocks_parent:
             parent.touched_unix_s = unix_s()
+
+    def new_id(self) -> SessionId:
+        """An id for a session. Where gateways share a store, it says whose it is."""
+        mark = "" if self._gateways is None else f"{self._gateways.mark}-"
+        return SessionId(f"s-{mark}{secrets.token_hex(8)}")
+
+    async def reserve(self, name: SessionId) -> None:
+        """Before a session of a name that a client chose is made, where gateways share a store. Misdirected for a
+        session of another gateway's."""
+        if self._gateways is not None and name not in self._live and name not in self._ended:
+            await self._gateways.reserve(name)
 
     def owner_for(self, identity: SessionIdentity) -> str:
         """The name whose key made the session that a request names, or makes it with this request."""

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 
 import msgspec
@@ -88,6 +89,14 @@ def claim(connection: sqlite3.Connection, name: str, model: str, vocabulary: str
             f"{name} keeps token ids of another vocabulary",
             hint="give the --tokenizer that they were made with, or another --data directory",
         )
+
+
+def gateway_name(connection: sqlite3.Connection) -> str:
+    """By which other gateways know this one; it stays with the file."""
+    connection.execute("CREATE TABLE IF NOT EXISTS gateway_name(one INTEGER PRIMARY KEY, name TEXT NOT NULL)")
+    connection.execute("INSERT OR IGNORE INTO gateway_name VALUES (1, ?)", (f"gateway-{secrets.token_hex(8)}",))
+    [name] = connection.execute("SELECT name FROM gateway_name").fetchone()
+    return str(name)
 
 
 def _count(connection: sqlite3.Connection, name: str) -> None:

@@ -7,6 +7,7 @@ Invariants:
 
 from paramserver.client.announced import VersionOptions
 from paramserver.client.checkpoint import Checkpoint, Files, plain_files, read_checkpoint
+from paramserver.client.claims import EtcdClaims
 from paramserver.client.commits import Doubt, published, settled
 from paramserver.client.engines import watch_engines
 from paramserver.client.publisher import publish
@@ -38,6 +39,7 @@ __all__ = [
     "Checkpoint",
     "ChunkMap",
     "Doubt",
+    "EtcdClaims",
     "EventKind",
     "FileLayout",
     "FileSource",

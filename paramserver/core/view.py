@@ -39,6 +39,8 @@ _DROPPED = ROOT + "dropped/"
 _CONTINUES = ROOT + "continues/"
 ENGINES = ROOT + "engines/"
 """Written by relays, read by gateways: no relay needs to know of another's engines."""
+CLAIMS = ROOT + "claims/"
+"""Written and read by gateways alone: which engines are whose."""
 
 
 def member_key(name: str) -> str:

@@ -61,6 +61,8 @@ export function waits(tables) {
   for (const group of admission.waiting_groups) add("info", "reader", `waits for ${group}`);
   for (const address of status("unreachable_relays")) add("bad", "engines", `beside relay ${address} keep the version they hold: it does not answer`);
   for (const [address, why] of Object.entries(status("refused_relays"))) add("bad", `relay ${address}`, `is refused: ${why}`);
+  for (const [name, why] of Object.entries(status("engines_elsewhere"))) add("bad", name, why);
+  if (status("unclaimed")) add("bad", "claims on engines", `are not renewed: ${status("unclaimed")}`);
   const shared = status("shared_experience");
   if (shared?.failure) add("bad", plural(shared.waiting, "finished trajectory", "finished trajectories"), `wait for ${shared.address}: ${shared.failure}`);
   for (const relay of tables.rows("relays").values()) {

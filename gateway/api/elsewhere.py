@@ -1,0 +1,29 @@
+"""Calls of sessions that another gateway has: they are answered 421, with that gateway's address."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from gateway.api.errors import Handler
+from gateway.redis import SharedGateways
+from gateway.sessions.registry import UnknownSession
+from protos.errors import Unauthenticated
+
+
+def elsewhere(gateways: SharedGateways) -> Middleware:
+    """A session that is not known here may be at a gateway over the same Redis, and so may its key."""
+
+    @web.middleware
+    async def redirected(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except UnknownSession as error:
+            await gateways.find(error.session_id)
+            raise
+        except Unauthenticated:
+            if (name := request.match_info.get("sid")) is not None:
+                gateways.check(name)  # no call of the Redis for whoever has no key
+            raise
+
+    return redirected

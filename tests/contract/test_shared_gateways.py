@@ -1,0 +1,150 @@
+"""Two gateways over one store: no engine is in the fleets of both, and a session is at one of them alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from gateway.app import Gateway, start
+from gateway.fleet import claims, fleet, registrations
+from gateway.redis import RedisAddress
+from paramserver.client import RegisteredEngine
+from paramserver.core import view as keys
+from paramserver.membership import EtcdRegistry
+from paramserver.membership.registry import Put
+from protos.errors import Conflict
+from tests.support.scripted_engine import MODEL, ScriptedEngine, until
+from tests.unit.gateway_api.test_status import config, gateway, get
+from tests.unit.gateway_sessions.test_rewards import SAMPLE, post, turn
+
+Two = tuple[aiohttp.ClientSession, aiohttp.ClientSession]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "START_PATIENCE_S", 0.0)
+    monkeypatch.setattr(claims, "RENEW_S", 0.05)
+    monkeypatch.setattr(registrations, "CLAIM_AGAIN_S", 0.05)
+
+
+@pytest.fixture(autouse=True)
+def _directories(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+
+
+@pytest.fixture
+def store(shared_redis: str, namespace: str) -> dict[str, Any]:
+    return {"experience_store": RedisAddress.parse(shared_redis), "redis_namespace": namespace}
+
+
+@pytest.fixture
+async def two(tmp_path: Path, store: dict[str, Any]) -> AsyncIterator[Two]:
+    """Each has an engine of its own."""
+    async with (
+        ScriptedEngine("e0") as e0,
+        ScriptedEngine("e1") as e1,
+        gateway(tmp_path / "a", e0, **store) as (_, a),
+        gateway(tmp_path / "b", e1, **store) as (_, b),
+    ):
+        yield a, b
+
+
+async def refused(http: aiohttp.ClientSession, path: str, body: object, right: aiohttp.ClientSession) -> None:
+    found = await post(http, path, body, 421)
+    assert str(right._base_url).rstrip("/") in found["error"]["message"]
+
+
+async def test_a_gateway_that_names_an_engine_of_another_does_not_start(tmp_path: Path, store: dict[str, Any]) -> None:
+    async with ScriptedEngine("e0") as e0:
+        async with gateway(tmp_path / "a", e0, **store) as (_, http):
+            with pytest.raises(Conflict, match=rf"engine e0 at {e0.url} belongs to gateway-.* at {http._base_url}"):
+                async with gateway(tmp_path / "b", e0, **store):
+                    pass
+            async with gateway(tmp_path / "b", **store) as (_, other):
+                body = {"name": "mine", "url": e0.url, "relay": None}
+                told = await post(other, "/admin/engines", body, 409)
+                assert (told["error"]["code"], "engine mine" in told["error"]["message"]) == ("engine_claimed", True)
+        async with gateway(tmp_path / "b", e0, **store) as (_, http):
+            await turn(http, "s", [5])
+
+
+async def test_an_engine_that_is_removed_may_join_another_gateway(tmp_path: Path, store: dict[str, Any]) -> None:
+    async with (
+        ScriptedEngine("e0") as e0,
+        gateway(tmp_path / "a", e0, **store) as (_, a),
+        gateway(tmp_path / "b", **store) as (found, b),
+    ):
+        async with a.delete("/admin/engines/e0") as answer:
+            assert answer.status == 200
+        async with asyncio.timeout(60):
+            while "e0" not in found.fleet.handles:
+                async with b.post("/admin/engines", json={"name": "e0", "url": e0.url}) as answer:
+                    assert answer.status in (201, 409)
+
+
+async def test_a_registered_engine_joins_one_gateway_and_the_other_when_that_ends(tmp_path: Path, etcd: str) -> None:
+    registry = await EtcdRegistry.connect(etcd)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(registry.close)
+        e0 = await stack.enter_async_context(ScriptedEngine("e0"))
+        record = RegisteredEngine("e0", "vllm", e0.url, "127.0.0.1:1")
+        await registry.transact([], [Put(keys.engine_key("e0"), msgspec.json.encode(record))])
+        first = await _joined(tmp_path / "a", etcd)
+        async with gateway(tmp_path / "b", etcd=etcd) as (other, http):
+            await until(lambda: "e0" in other.fleet.elsewhere, "the engine is seen as the other's")
+            status = await get(http, "/status")
+            assert status["engines"] == []
+            assert "belongs to gateway-" in status["engines_elsewhere"]["e0"]
+            await first.close(drain_timeout_s=0.0)
+            await until(lambda: "e0" in other.fleet.handles, "the engine joins")
+            assert (await get(http, "/status"))["engines_elsewhere"] == {}
+
+
+async def _joined(directory: Path, etcd: str) -> Gateway:
+    found = await start(dataclasses.replace(config(directory), etcd=etcd))
+    await until(lambda: "e0" in found.fleet.handles, "the engine joins")
+    return found
+
+
+async def test_an_engine_that_another_claimed_meanwhile_leaves_the_fleet(
+    tmp_path: Path, store: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "RENEW_S", 3600.0)
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path / "a", e0, **store) as (found, http):
+        await found.fleet.claims._store.drop([claims.engine_key(e0.url)])  # type: ignore[union-attr]
+        async with gateway(tmp_path / "b", e0, **store):
+            found.fleet.claims._changed.set()
+            await until(lambda: not found.fleet.handles, "it leaves")
+            assert "belongs to gateway-" in (await get(http, "/status"))["engines_elsewhere"]["e0"]
+
+
+async def test_a_session_is_at_the_gateway_that_made_it(two: Two) -> None:
+    a, b = two
+    made = await post(a, "/sessions", {})
+    assert made["base_url"].startswith(str(a._base_url))
+    for name in (made["session_id"], "chosen"):
+        await turn(a, name, [5])
+        completion = {"model": MODEL, "prompt": [5], "max_tokens": 2}
+        await refused(b, f"/sessions/{name}/v1/completions", completion, a)
+        await refused(b, f"/sessions/{name}/finish", {"reward": 1.0}, a)
+        await refused(b, f"/sessions/{name}/abandon", {}, a)
+        async with b.get(f"/sessions/{name}") as answer:
+            assert answer.status == 421
+    await refused(b, "/sessions", {"session_id": "chosen"}, a)
+    await turn(b, "other", [5])
+    await refused(a, "/sessions/other/finish", {"reward": 1.0}, b)
+    for name in (made["session_id"], "chosen"):
+        await post(a, f"/sessions/{name}/finish", {"reward": 1.0})
+    await refused(b, "/sessions/chosen/finish", {"reward": 1.0}, a)
+    await post(b, "/sessions/nobody/finish", {}, 404)
+    sampled = await post(b, "/experience/sample", {**SAMPLE, "trajectories": 2, "wait_s": 60})
+    assert sorted(t["session_id"] for t in sampled["trajectories"]) == sorted(["chosen", made["session_id"]])
