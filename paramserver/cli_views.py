@@ -41,6 +41,8 @@ def describe(status: RelayStatus) -> Iterator[RenderableType]:
         )
     if status.access is not None:
         yield from _access(status.access)
+    for notice in status.notices:
+        yield Text(f"{_local_time(notice.unix_s)}: {notice.text}", style="yellow")
     if status.trouble:
         yield Text(f"TROUBLE: {status.trouble}", style="red")
     yield Text(
@@ -141,13 +143,12 @@ def show_versions(model: str, versions: Sequence[SealedVersion], *, as_json: boo
     for name in names:
         table.add_column(name)  # which may be long, and is wrapped
     for version, given in zip(versions, labels, strict=True):
-        sealed_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version.sealed_unix_s))
         table.add_row(
             str(version.version),
             str(version.step),
             version.run,
             show_bytes(version.size_bytes),
-            sealed_at,
+            _local_time(version.sealed_unix_s),
             version.root_digest,
             *(given.get(name, "") for name in names),
         )
@@ -157,6 +158,10 @@ def show_versions(model: str, versions: Sequence[SealedVersion], *, as_json: boo
 def _labels(version: SealedVersion) -> Iterator[tuple[str, str]]:
     """The labels that the version has, as text."""
     return ((name, str(value)) for name, value in version.labels.items() if value)
+
+
+def _local_time(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 def _console() -> Console:

@@ -22,6 +22,7 @@ import grpc.aio
 
 from paramserver.client.channel import Connection
 from paramserver.core.lineage import UNKNOWN, Lineage, Origin
+from paramserver.core.notices import Notice
 from paramserver.core.records import SOLE, Rank
 from paramserver.core.refused_loads import RefusedLoad
 from paramserver.data.publisher_link import Mappings
@@ -193,6 +194,7 @@ class RelayStatus:
     insecure: bool = False  # it was started with --insecure
     access: AccessStatus | None = None  # None: it has no credentials
     engine_ports: tuple[EnginePortStatus, ...] = ()
+    notices: tuple[Notice, ...] = ()  # for people: what was lost, damaged or offered again since it started
 
     @property
     def origin(self) -> Origin:
@@ -524,6 +526,7 @@ def _status(reply: pb.StatusReply) -> RelayStatus:
             EnginePortStatus(p.engine, p.url, p.target, p.open, p.handshakes, p.accepted, dict(p.refused))
             for p in reply.engine_ports
         ),
+        notices=tuple(Notice(one.unix_s, one.text) for one in reply.notices),
     )
 
 

@@ -5,6 +5,7 @@ Invariants:
 - a local stage only moves along `TRANSITIONS`; an event that does not apply changes nothing;
 - one version at a time is fetched, the oldest wanted first; one that a newer sealed version has overtaken before
   its first byte is skipped, unless the fleet wants a copy of it here: such copies come last;
+- what was skipped or retired is wanted again once all that was newer is lost;
 - retiring never touches a version that is pinned, or one of the newest `retain` shown here;
 - the next number is above every number ever seen, and above those that others may have seen (`skip_to`).
 """
@@ -24,8 +25,8 @@ Stage = Literal["known", "filling", "complete", "shown", "skipped", "retired", "
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     "known": frozenset({"filling", "skipped", "ended"}),
     "filling": frozenset({"complete", "known", "ended"}),
-    "complete": frozenset({"shown", "ended"}),
-    "shown": frozenset({"retired", "ended"}),
+    "complete": frozenset({"shown", "known", "ended"}),
+    "shown": frozenset({"retired", "known", "ended"}),
     "skipped": frozenset({"known", "ended"}),
     "retired": frozenset({"known", "ended"}),
     "ended": frozenset(),
@@ -229,12 +230,12 @@ class ModelVersions:
         self._move(self._state(version), "known")
 
     def withdrawn(self, version: int, reason: str) -> list[Effect]:
-        """This relay's own bytes of a version turned out bad; others may still hold it."""
+        """This relay's own bytes of a version turned out bad; a sealed one may be had again, elsewhere or from disk."""
         state = self._state(version)
         if state.stage not in ("filling", "complete", "shown"):
             return []
         lost: list[Effect] = [Notify("lost", state.sealed)] if state.stage == "shown" and state.sealed else []
-        self._move(state, "ended")
+        self._move(state, "known" if state.sealed else "ended")
         return [Drop(version, reason), *lost]
 
     def retire(self, pins: Mapping[int, int]) -> list[Effect]:
@@ -276,6 +277,8 @@ class ModelVersions:
             return []
         copies: list[Effect] = []
         for version, state in self.items():
+            if state.stage in ("skipped", "retired") and not self.overtaken(version):
+                self._move(state, "known")
             if state.stage != "known" or state.announced is None:
                 continue
             if not self.overtaken(version):

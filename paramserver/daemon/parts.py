@@ -15,6 +15,7 @@ from collections.abc import Callable
 from paramserver.background import BackgroundTasks
 from paramserver.client.relay import RelayClient
 from paramserver.config import RelayConfig
+from paramserver.core.notices import Notices
 from paramserver.core.refused_loads import RefusedLoads
 from paramserver.data.nixl.processes import NixlProcesses
 from paramserver.data.secured import DataAccess
@@ -51,6 +52,7 @@ class RelayParts:
         lease: MemberLease,
         store: Store,
         *,
+        notices: Notices | None = None,
         spill: Spill | None = None,
         nixl: NixlProcesses | None = None,
         bind_host: str = "",
@@ -61,6 +63,7 @@ class RelayParts:
         """`bind_host`: the address that connections to other relays come from; "": any. `credentials`: with which this
         relay calls others. `dial`: see MasterDuties."""
         self.config, self.lease, self.store, self.spill = config, lease, store, spill
+        self.notices = notices or Notices()
         self.credentials = credentials
         dial = dial or functools.partial(dial_briefly, credentials=credentials)
         self.tasks, self.changes = BackgroundTasks(log), Changes()

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paramserver.config import RelayConfig
+from paramserver.core.notices import Notices
 from paramserver.core.records import Member
 from paramserver.daemon.access import check_serves
 from paramserver.daemon.engines import open_engine_ports, registered
@@ -131,7 +132,8 @@ async def relay_process(
         grpc_address = f"{config.reached_by}:{port}"
         registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S, access=config.etcd_access)
         stack.push_async_callback(registry.close)
-        store, found = await _open_store(config, stack)
+        notices = Notices()
+        store, found = await _open_store(config, stack, notices)
         nixl = await _start_nixl(config, stack)
         grpc_port = None
         if plain is not None:
@@ -147,11 +149,19 @@ async def relay_process(
         data_address = f"{data_host if config.bind_interface else config.reached_by}:{data_port}"
 
         lease = MemberLease(registry, _member(config, grpc_address, data_address), ttl_s=config.lease_ttl_s)
-        spill = _open_spill(config, lease, stack)
+        spill = _open_spill(config, lease, stack, notices)
         bind_host = data_host if config.bind_interface else ""
         tracer = telemetry.tracer
         parts = RelayParts(
-            config, lease, store, spill=spill, nixl=nixl, bind_host=bind_host, credentials=credentials, tracer=tracer
+            config,
+            lease,
+            store,
+            notices=notices,
+            spill=spill,
+            nixl=nixl,
+            bind_host=bind_host,
+            credentials=credentials,
+            tracer=tracer,
         )
 
         data = DataServer(
@@ -175,7 +185,7 @@ async def relay_process(
         lease.holdings.register(registered(config, engine_ports, grpc_address))
 
         await parts.relay.refresh()
-        spilled = spill.manifests() if spill is not None else []
+        spilled = [one.manifest for one in spill.versions()] if spill is not None else []
         await skip_earlier_numbers(
             [*(snapshot.manifest for snapshot in found), *spilled], parts.lease.view, parts.elections, parts.models
         )
@@ -206,14 +216,16 @@ async def relay_process(
         yield addresses, life
 
 
-async def _open_store(config: RelayConfig, stack: contextlib.AsyncExitStack) -> tuple[Store, list[Snapshot]]:
+async def _open_store(
+    config: RelayConfig, stack: contextlib.AsyncExitStack, notices: Notices
+) -> tuple[Store, list[Snapshot]]:
     """The pool, touched, and what an earlier life left whole in it."""
     keep_private(config.pool_dir, _group(config), "--pool-dir")
     left = stored.find(config.pool_dir)
     pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.paths])
     store = Store(pool, left)
     stack.callback(store.close)
-    found = await asyncio.to_thread(find_again, store, left)
+    found = await asyncio.to_thread(find_again, store, left, notices)
     await asyncio.to_thread(pool.preallocate)
     return store, found
 
@@ -240,7 +252,9 @@ def _member(config: RelayConfig, grpc_address: str, data_address: str) -> Member
     )
 
 
-def _open_spill(config: RelayConfig, lease: MemberLease, stack: contextlib.AsyncExitStack) -> Spill | None:
+def _open_spill(
+    config: RelayConfig, lease: MemberLease, stack: contextlib.AsyncExitStack, notices: Notices
+) -> Spill | None:
     if config.spill is None:
         return None
     keep_private(config.spill, _group(config), "--spill")
@@ -249,13 +263,13 @@ def _open_spill(config: RelayConfig, lease: MemberLease, stack: contextlib.Async
     def changed(versions: list[tuple[str, int]]) -> None:
         loop.call_soon_threadsafe(lease.holdings.spilled, versions)
 
-    spill = Spill(config.spill, retain=config.spill_retain, changed=changed)
+    spill = Spill(config.spill, retain=config.spill_retain, changed=changed, notices=notices)
     stack.push_async_callback(asyncio.to_thread, spill.close)
     return spill
 
 
-def find_again(store: Store, left: list[stored.StoredSnapshot]) -> list[Snapshot]:
-    """The snapshots that an earlier life left whole in shared memory, newest first, as far as the pool holds them."""
+def find_again(store: Store, left: list[stored.StoredSnapshot], notices: Notices) -> list[Snapshot]:
+    """The snapshots that an earlier life left whole in shared memory, as far as the pool holds them."""
     found = []
     for one in left:
         started = time.monotonic()
@@ -263,6 +277,7 @@ def find_again(store: Store, left: list[stored.StoredSnapshot]) -> list[Snapshot
             found.append(store.find_again(one))
         except (Corrupt, OutOfCapacity) as error:
             log.warning("%s", error)
+            notices.add(str(error), time.time())
         else:
             log.info("found %s again, hashed in %.2f s", found[-1], time.monotonic() - started)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from paramserver.daemon.parts import RelayParts
 from paramserver.memory.store import Snapshot
@@ -17,7 +18,7 @@ class SnapshotProvider:
 
     def __init__(self, parts: RelayParts) -> None:
         self._store, self._models, self._drafts = parts.store, parts.models, parts.drafts
-        self._reconciler = parts.reconciler
+        self._reconciler, self._notices = parts.reconciler, parts.notices
         self._loop = asyncio.get_running_loop()
 
     def find(self, model: str, version: int, timeout_s: float) -> Snapshot | None:
@@ -36,5 +37,6 @@ class SnapshotProvider:
 
     def chunk_is_bad(self, snapshot: Snapshot, error: Corrupt) -> None:
         log.error("withdrawing as holder: %s", error)
+        self._notices.add(f"{snapshot} is dropped here: {error.message}", time.time())
         manifest = snapshot.manifest
         self._loop.call_soon_threadsafe(self._reconciler.withdraw, manifest.model, manifest.version, str(error))

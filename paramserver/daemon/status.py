@@ -21,7 +21,7 @@ class StatusReport:
         self._config, self._data_address, self._credentials = parts.config, data_address, parts.credentials
         self._lease, self._view = parts.lease, parts.lease.view
         self._pool, self._pins, self._fetches = parts.store.pool, parts.pins, parts.fetches
-        self._models, self._refused_loads = parts.models, parts.refused_loads
+        self._models, self._refused_loads, self._notices = parts.models, parts.refused_loads, parts.notices
 
     def reply(self) -> pb.StatusReply:
         pool, now = self._pool.statistics(), time.monotonic()
@@ -54,6 +54,7 @@ class StatusReport:
             insecure=self._config.insecure,
             access=self._access(),
             engine_ports=[_engine_port_message(port.statistics()) for port in self._ports.engines],
+            notices=[pb.Notice(unix_s=one.unix_s, text=one.text) for one in self._notices.all()],
         )
 
     def _access(self) -> pb.Access | None:

@@ -3,7 +3,9 @@
 Invariants:
 - one thread writes, one version at a time; of those that wait only the newest of a model is written;
 - a spilled version counts only whole; a full or failing disk costs the spill, never the relay;
-- what is read back is checked like what a peer sends: every chunk by its digest, the whole by its sealed root.
+- what is read back is checked like what a peer sends: every chunk by its digest, the whole by its sealed root;
+- a copy that is damaged, or that cannot be read, is offered no more, and leaves the disk: it would keep the next best
+  version from its turn.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paramserver.config import show_bytes
-from paramserver.core.records import ChunkMap, Manifest, Sealed
+from paramserver.core.notices import Notices
+from paramserver.core.records import ChunkMap, Manifest, Sealed, digest
 from paramserver.core.transfer import Want
 from paramserver.data.frames import Greeting, LinkBroken
 from paramserver.data.transport import Arrived, Link, Source
@@ -37,43 +40,52 @@ class Spill:
     `changed` gets every (model, version) on disk: once here, then from the writing thread after each change.
     """
 
-    def __init__(self, directory: Path, *, retain: int, changed: Callable[[list[tuple[str, int]]], None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        retain: int,
+        changed: Callable[[list[tuple[str, int]]], None],
+        notices: Notices,
+    ) -> None:
         self.directory = directory
         self.failures = 0
         self._retain = retain
-        self._report_changed = changed
+        self._report_changed, self._notices = changed, notices
         self._wanted: dict[str, tuple[Snapshot, Sealed]] = {}
         self._dropped: dict[str, int] = {}  # to be removed
+        self._bad: list[StoredSnapshot] = []  # to be removed, and offered no more
         self._changed = threading.Condition()
         self._closing = False
         self._lock_fd = stored.lock_directory(directory, "--spill")  # what is half-written there is removed
-        stored.sweep(directory)
-        self._found = {(one.manifest.model, one.manifest.version): one for one in stored.find(directory)}
+        found = stored.find(directory)
+        stored.sweep(directory, found)
+        self._found = {(one.manifest.model, one.manifest.version): one for one in found}
         self._report()
         self._thread = threading.Thread(target=self._write_all, name="spill", daemon=True)
         self._thread.start()
 
-    def manifests(self) -> list[Manifest]:
+    def versions(self) -> list[StoredSnapshot]:
         """The versions on disk, newest first per model."""
         with self._changed:
-            return [one.manifest for _, one in sorted(self._found.items(), reverse=True)]
+            return [one for _, one in sorted(self._found.items(), reverse=True)]
 
     def _report(self) -> None:
-        with self._changed:
-            versions = sorted(self._found)
-        self._report_changed(versions)
+        with self._changed:  # reported inside: two threads report in the order in which they changed it
+            self._report_changed(sorted(self._found))
 
-    def source(self, model: str, version: int) -> Source | None:
+    def source(self, manifest: Manifest) -> Source | None:
         """The source of a version that is on this disk."""
         with self._changed:
-            return Source("spill", f"{SCHEME}{self.directory}") if (model, version) in self._found else None
+            found = self._found.get((manifest.model, manifest.version))
+            return Source("spill", f"{SCHEME}{self.directory}") if found and found.manifest == manifest else None
 
     def open(self, greeting: Greeting) -> Link:
         with self._changed:
             found = self._found.get((greeting.model, greeting.version))
         if found is None:
             raise NotFound(f"version {greeting.version} of {greeting.model} is not on this disk")
-        return FileLink(found)
+        return FileLink(found, self)
 
     def want(self, snapshot: Snapshot, sealed: Sealed) -> None:
         """Writes a shown version when its turn comes, unless a newer one of its model comes first."""
@@ -92,6 +104,18 @@ class Spill:
             self._dropped[model] = below
             self._changed.notify_all()
 
+    def withdraw(self, one: StoredSnapshot, why: str) -> None:
+        """Offers a copy no more and removes it, in the writing thread. Any thread may call it."""
+        with self._changed:
+            if self._found.get((one.manifest.model, one.manifest.version)) is not one:
+                return  # another stripe found it
+            self._bad.append(self._found.pop((one.manifest.model, one.manifest.version)))
+            self._changed.notify_all()
+            self._report()
+        text = f"version {one.manifest.version} of {one.manifest.model} is removed from {self.directory}: {why}"
+        log.error("%s", text)
+        self._notices.add(text, time.time())
+
     def close(self) -> None:
         """Waits for the version that is being written."""
         with self._changed:
@@ -106,9 +130,6 @@ class Spill:
         while (taken := self._take()) is not None:
             if isinstance(taken, list):
                 for one in taken:
-                    log.info(
-                        "version %d of %s leaves the disk: it was dropped", one.manifest.version, one.manifest.model
-                    )
                     self._remove(one)
                 continue
             snapshot, sealed = taken
@@ -127,13 +148,17 @@ class Spill:
     def _take(self) -> tuple[Snapshot, Sealed] | list[StoredSnapshot] | None:
         """The snapshot to write next, or versions to remove; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._wanted or self._dropped)
+            self._changed.wait_for(lambda: self._closing or self._wanted or self._dropped or self._bad)
             if self._closing:
                 return None
+            if self._bad:
+                bad, self._bad = self._bad, []
+                return bad
             if self._dropped:
                 model, below = self._dropped.popitem()
                 if model in self._wanted and self._wanted[model][0].manifest.version < below:
                     del self._wanted[model]
+                log.info("versions of %s below %d leave the disk: they were dropped", model, below)
                 return [one for (of, version), one in self._found.items() if of == model and version < below]
             model = min(self._wanted)
             return self._wanted.pop(model)
@@ -180,9 +205,13 @@ class Spill:
 
     def _remove(self, one: StoredSnapshot) -> None:
         with self._changed:
-            del self._found[one.manifest.model, one.manifest.version]
+            self._found.pop((one.manifest.model, one.manifest.version), None)
         stored.remove(one)
         self._report()
+
+
+NOT_THE_DISKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
+"""Errors of a read for which the copy on disk may be as good as ever."""
 
 
 class FileLink:
@@ -191,8 +220,8 @@ class FileLink:
     transport = "file"
     rtt_s = 0.0
 
-    def __init__(self, found: StoredSnapshot) -> None:
-        self._found = found
+    def __init__(self, found: StoredSnapshot, spill: Spill) -> None:
+        self._found, self._spill = found, spill
         self._chunks = ChunkMap.of(found.manifest)
         self._requested: list[Want] = []
         self._fds: dict[int, int] = {}
@@ -209,11 +238,16 @@ class FileLink:
             try:
                 num = os.preadv(self._fd(chunk.file), [target[upto:]], chunk.offset + upto)
             except OSError as error:
+                if error.errno not in NOT_THE_DISKS:
+                    self._spill.withdraw(self._found, f"chunk {want.index} cannot be read: {error.strerror}")
                 raise LinkBroken(f"reading {self._found.directory}: {error.strerror}") from error
             if num == 0:
+                self._spill.withdraw(self._found, f"it ends before chunk {want.index} does")
                 raise LinkBroken(f"{self._found.directory} ends too soon")
             upto += num
             received(want.index, upto)
+        if want.suspect and digest(target[: chunk.length]) != self._found.digests[want.index]:
+            self._spill.withdraw(self._found, f"chunk {want.index} is damaged")  # the fetch finds it, too
         return Arrived(want.index, self._found.digests[want.index], upto - want.from_byte, began_at)
 
     def alive(self) -> None:

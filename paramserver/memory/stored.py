@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,13 +176,15 @@ def _partial(base: Path, manifest: Manifest) -> Path:
     return (base / RECORDS / relative_path(manifest)).with_suffix(PARTIAL)
 
 
-def sweep(base: Path) -> None:
-    """Removes what a life that ended while it wrote left below `base`: whatever belongs to no whole record."""
-    for path in (base / RECORDS).glob(f"*/v*{PARTIAL}"):
-        path.unlink()
+def sweep(base: Path, found: Collection[StoredSnapshot]) -> None:
+    """Removes all below `base` that is not `found` there: damaged, or left by a life that ended while it wrote."""
+    records, directories = {one.record for one in found}, {one.directory for one in found}
+    for path in (base / RECORDS).glob("*/v*"):
+        if path not in records:
+            path.unlink()
     for path in (base / SNAPSHOTS).glob("*/v*"):
-        if path.suffix == PARTIAL or not (base / RECORDS / path.parent.name / path.name).exists():
-            log.info("removing %s: it was never whole", path)
+        if path not in directories:
+            log.info("removing %s: it is not whole", path)
             shutil.rmtree(path)
 
 

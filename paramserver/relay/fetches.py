@@ -161,7 +161,7 @@ class Fetches:
         places = {name: Place(member.zone, member.rack) for name, member in members.items()}
         tiers = sources(self._config.name, announced.plan, holders, places)
         peers = [[Source(name, members[name].data_address) for name in tier] for tier in tiers]
-        disk = self._spill.source(manifest.model, manifest.version) if self._spill is not None else None
+        disk = self._spill.source(manifest) if self._spill is not None else None
         if disk is None:
             return peers
         return [*peers, [disk]] if holders else [[disk], *peers]

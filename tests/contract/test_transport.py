@@ -23,6 +23,7 @@ import msgspec
 import psutil
 import pytest
 
+from paramserver.core.notices import Notices
 from paramserver.core.records import Epoch, Sealed, digest
 from paramserver.core.transfer import Want
 from paramserver.data import frames
@@ -104,10 +105,10 @@ class Scene:
 
     def spilled(self, host: Host) -> Source:
         disk = self.directory / f"disk{len(self.spills)}"
-        spill = Spill(disk, retain=1, changed=lambda _: None)
+        spill = Spill(disk, retain=1, changed=lambda _: None, notices=Notices())
         self.spills[str(disk)] = spill
         spill.want(host.snapshot, Sealed.of(host.snapshot.manifest, host.snapshot.root(), 1.0, {}))
-        found = until(lambda: spill.source("policy", 1), "the version is on disk")
+        found = until(lambda: spill.source(host.snapshot.manifest), "the version is on disk")
         return Source(f"spill-{len(self.spills)}", found.address)
 
     def process(self, **options: object) -> tuple[subprocess.Popen[str], Source]:

@@ -158,6 +158,31 @@ async def test_a_tier_that_went_down_serves_its_last_version_again_from_disk(rel
     await check_bytes(again["b"], 3)
 
 
+async def test_where_the_last_version_on_disk_is_damaged_the_one_before_it_is_served(
+    relays: Relays, tmp_path: Path
+) -> None:
+    spill = tmp_path / "spill"
+    first = relays.start("a", "--spill", str(spill))
+    for seed in (1, 2):  # each by itself: of those that wait only the newest is written
+        await publish_on(first, seed)
+        await until(lambda seed=seed: _spilled(spill, seed), f"version {seed} is on disk")  # type: ignore[misc]
+    first.kill()
+    shutil.rmtree(*relays.pools.glob("a-*"))
+    with (spill / "snapshots" / MODEL / f"v{2:08d}" / FILE).open("r+b") as opened:
+        opened.seek(5000)
+        opened.write(b"rot")
+    again = relays.start("a", "--spill", str(spill))
+    await until(lambda: _newest(again, 1), "the next best is served")
+    await check_bytes(again, 1)
+    removed = f"version 2 of policy is removed from {spill}: chunk 0 is damaged"
+    assert removed in again.log()
+    async with client(again) as relay:
+        assert [notice.text for notice in (await relay.status()).notices] == [removed]
+    assert not (spill / "snapshots" / MODEL / f"v{2:08d}").exists()
+    await publish_on(again, 3)
+    await check_bytes(again, 3)
+
+
 async def _spilled(directory: Path, version: int) -> bool:
     return f"v{version:08d}" in _names(directory / "records" / MODEL)
 

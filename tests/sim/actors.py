@@ -17,6 +17,7 @@ from paramserver.client.sources import TensorSource
 from paramserver.client.ticket import Ticket
 from paramserver.config import RelayConfig
 from paramserver.core.layout import TensorSpec, plan_layout
+from paramserver.core.notices import Notices
 from paramserver.core.records import Member
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.process import find_again
@@ -65,7 +66,7 @@ class SimRelay:
         left = stored.find(self.pool_dir)
         pool = Pool(self.pool_dir, self.pool_bytes, keep=[path for one in left for path in one.paths])
         self.store = Store(pool, left)
-        found = find_again(self.store, left)
+        found = find_again(self.store, left, Notices())
         lease = MemberLease(SimRegistry(self.world.registry, self.process), self._member, ttl_s=TTL_S)
         config = RelayConfig(
             self.name, "", pool_dir=self.pool_dir, pool_bytes=self.pool_bytes, chunk_bytes=CHUNK_BYTES, retain=2

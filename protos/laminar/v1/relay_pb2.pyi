@@ -372,6 +372,7 @@ class StatusReply(_message.Message):
     INSECURE_FIELD_NUMBER: _builtins.int
     ACCESS_FIELD_NUMBER: _builtins.int
     ENGINE_PORTS_FIELD_NUMBER: _builtins.int
+    NOTICES_FIELD_NUMBER: _builtins.int
     relay: _builtins.str
     """its name"""
     instance: _builtins.str
@@ -421,6 +422,10 @@ class StatusReply(_message.Message):
     def engine_ports(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnginePort]:
         """in front of engines on its host's loopback; none without credentials"""
 
+    @_builtins.property
+    def notices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Notice]:
+        """what people should know of its life so far, the newest last"""
+
     def __init__(
         self,
         *,
@@ -444,14 +449,39 @@ class StatusReply(_message.Message):
         insecure: _builtins.bool = ...,
         access: Global___Access | None = ...,
         engine_ports: _abc.Iterable[Global___EnginePort] | None = ...,
+        notices: _abc.Iterable[Global___Notice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["access", b"access"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "continues", b"continues", "cut_off", b"cut_off", "data_address", b"data_address", "draining", b"draining", "engine_ports", b"engine_ports", "insecure", b"insecure", "instance", b"instance", "members", b"members", "models", b"models", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "store_id", b"store_id", "transfers", b"transfers", "transport", b"transport", "trouble", b"trouble", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "continues", b"continues", "cut_off", b"cut_off", "data_address", b"data_address", "draining", b"draining", "engine_ports", b"engine_ports", "insecure", b"insecure", "instance", b"instance", "members", b"members", "models", b"models", "notices", b"notices", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "store_id", b"store_id", "transfers", b"transfers", "transport", b"transport", "trouble", b"trouble", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class Notice(_message.Message):
+    """A line for people: a copy that was damaged or lost, versions that were offered again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNIX_S_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    unix_s: _builtins.float
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        unix_s: _builtins.float = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text", "unix_s", b"unix_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Notice: _TypeAlias = Notice  # noqa: Y015
 
 @_typing.final
 class EnginePort(_message.Message):

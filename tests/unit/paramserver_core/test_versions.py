@@ -113,6 +113,32 @@ def test_a_version_that_nobody_needs_any_more_is_skipped() -> None:
     ]
 
 
+def test_what_was_skipped_or_retired_gets_its_turn_once_all_that_was_newer_is_lost() -> None:
+    model = versions(retain=1)
+    bring(model, 1)
+    for version in (2, 3):
+        model.announced(announced(version))
+        model.sealed(sealed(version))
+    assert model.next_fetch() == [Fetch(announced(3))], "2 is skipped"
+    model.opened(announced(3))
+    model.filled(3, "root")
+    model.retire({})
+    for lost, next_best in ((3, 2), (2, 1)):
+        model.ended(lost, Ended("lost", "no verified holder is left"))
+        assert model.next_fetch() == [Fetch(announced(next_best))]
+        assert not model.settled
+
+
+def test_what_was_withdrawn_here_is_had_again_from_others_or_from_disk() -> None:
+    model = versions()
+    bring(model, 1)
+    model.withdrawn(1, "a chunk changed in memory")
+    assert not model.settled
+    assert model.next_fetch() == [Fetch(announced(1))]
+    model.opened(announced(1))
+    assert model.filled(1, "root") == [Show(sealed(1)), Notify("available", sealed(1))]
+
+
 def test_a_copy_for_the_fleet_is_fetched_again_after_what_is_new_and_outside_the_chain() -> None:
     model = versions(retain=1)
     for version in (1, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -12,7 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from paramserver.core.notices import Notices
 from paramserver.core.records import Epoch, FileSpec, Manifest, Sealed, digest
+from paramserver.core.transfer import Want
+from paramserver.data.frames import Greeting, LinkBroken
 from paramserver.data.spill import Spill
 from paramserver.memory import stored
 from paramserver.memory.pool import Pool
@@ -35,11 +39,16 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def make_spill(tmp_path: Path) -> Iterator[Callable[..., Spill]]:
+def notices() -> Notices:
+    return Notices()
+
+
+@pytest.fixture
+def make_spill(tmp_path: Path, notices: Notices) -> Iterator[Callable[..., Spill]]:
     made: list[Spill] = []
 
     def make(retain: int = 2) -> Spill:
-        made.append(Spill(tmp_path / "spill", retain=retain, changed=lambda _: None))
+        made.append(Spill(tmp_path / "spill", retain=retain, changed=lambda _: None, notices=notices))
         return made[-1]
 
     yield make
@@ -63,7 +72,7 @@ def write(spill: Spill, snapshot: Snapshot) -> None:
 
 
 def on_disk(spill: Spill) -> list[int]:
-    return sorted(one.version for one in spill.manifests())
+    return sorted(one.manifest.version for one in spill.versions())
 
 
 class Disk:
@@ -136,6 +145,52 @@ def test_what_a_killed_relay_left_half_written_is_removed(store: Store, make_spi
     assert on_disk(again) == [1]
     assert [path.name for path in snapshots.iterdir()] == ["v00000001"]
     assert [path.name for path in records.iterdir()] == ["v00000001"]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "unreadable"])
+def test_a_damaged_copy_is_offered_no_more_and_leaves_the_disk(
+    store: Store, make_spill: Callable[..., Spill], notices: Notices, damage: str
+) -> None:
+    spill = make_spill()
+    for version in (1, 2):
+        write(spill, shown(store, version))
+    file = spill.directory / "snapshots" / "policy" / "v00000002" / "w"
+    if damage == "flipped":
+        content = bytearray(file.read_bytes())
+        content[5000] ^= 1
+        file.write_bytes(content)
+    elif damage == "shorter":
+        os.truncate(file, 5000)
+    else:
+        file.unlink()
+        file.mkdir()  # reading fails with EISDIR, as it does with EIO on a failing disk
+    fetched = shown(store, 3)  # memory to read into
+    link = spill.open(Greeting("fetch", "policy", 2, "a", Epoch("store", 1)))
+    link.request(Want(1, 0, suspect=True))
+    with contextlib.suppress(LinkBroken):
+        link.receive(fetched.place, lambda _, __: None)
+    link.close()
+    assert spill.source(manifest(2)) is None
+    assert spill.source(manifest(1)) is not None
+    deadline = time.monotonic() + 60.0
+    while (spill.directory / "records" / "policy" / "v00000002").exists() or file.parent.exists():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    [notice] = notices.all()
+    assert notice.text.startswith(f"version 2 of policy is removed from {spill.directory}: ")
+
+
+def test_a_record_that_is_damaged_leaves_the_disk_with_its_files(
+    store: Store, make_spill: Callable[..., Spill]
+) -> None:
+    spill = make_spill()
+    for version in (1, 2):
+        write(spill, shown(store, version))
+    spill.close()
+    record = spill.directory / "records" / "policy" / "v00000002"
+    record.write_bytes(record.read_bytes()[:-3])
+    assert on_disk(make_spill()) == [1]
+    assert [path.name for path in (spill.directory / "snapshots" / "policy").iterdir()] == ["v00000001"]
 
 
 def test_a_directory_belongs_to_one_relay(make_spill: Callable[..., Spill]) -> None:

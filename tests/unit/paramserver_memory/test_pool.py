@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from paramserver.core.notices import Notices
 from paramserver.core.records import Epoch, FileSpec, Manifest, Sealed, digest
 from paramserver.daemon.process import find_again
 from paramserver.memory import pool as pool_module
@@ -660,7 +661,7 @@ def test_a_smaller_pool_keeps_every_models_newest_and_of_those_the_last_sealed(
     for pool_bytes, kept in ((4 * MIB, ["a4", "c8", "b2", "a3"]), (2 * MIB, ["a4", "c8"])):
         left = stored.find(directory / "pool")
         smaller = Pool(directory / "pool", pool_bytes, keep=[path for one in left for path in one.paths])
-        found = find_again(Store(smaller, left), left)
+        found = find_again(Store(smaller, left), left, Notices())
         assert [f"{one.manifest.model}{one.manifest.version}" for one in found] == kept
         abandon(smaller)
     assert "version 2 of b, left by an earlier life, is dropped: 1 MiB wanted, 0 B left of --pool-bytes" in caplog.text
