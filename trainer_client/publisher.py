@@ -165,24 +165,19 @@ class AsyncPublisher(AsyncClient):
 
     async def wait_for(self, ticket: AsyncTicket, arguments: PublishArguments) -> None:
         """Waits as far as the publish does. Until it has, the next publish of the same step takes the same version."""
-        self._relay.doubts[self.model] = Doubt(ticket)
-        try:
+        with self._relay.doubts.while_unknown(Doubt(ticket), VersionLost):
             await wait_for(ticket, arguments.wait, arguments.timeout_s)
-        except VersionLost:
-            del self._relay.doubts[self.model]
-            raise
-        self._relay.doubts.pop(self.model, None)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Publisher.state_dict`."""
-        doubt = self._relay.doubts.get(self.model)
+        doubt = self._relay.doubts.newest(self.model)
         return self.state.state_dict(None if doubt is None else doubt.ticket.data)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Publisher.load_state_dict`."""
         in_doubt = self.state.load(state)
         if in_doubt is not None:
-            self._relay.doubts[self.model] = Doubt(self.ticket(in_doubt))
+            self._relay.doubts.add(Doubt(self.ticket(in_doubt)))
 
     def _version(self, step: int, tied: Mapping[str, str], arguments: PublishArguments, rank: Rank) -> VersionOptions:
         return {

@@ -8,7 +8,8 @@ Invariants:
 from paramserver.client.announced import VersionOptions
 from paramserver.client.checkpoint import Checkpoint, Files, plain_files, read_checkpoint
 from paramserver.client.claims import EtcdClaims
-from paramserver.client.commits import Doubt, published, settled
+from paramserver.client.commits import published, settled
+from paramserver.client.doubts import Doubt
 from paramserver.client.engines import watch_engines
 from paramserver.client.publisher import publish
 from paramserver.client.relay import (

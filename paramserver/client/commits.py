@@ -16,9 +16,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from paramserver.client.announced import MASTER_WAIT_S, RETRY_S, Replaced, origin_of, unless_replaced
+from paramserver.client.doubts import Doubt
 from paramserver.client.relay import RelayClient
 from paramserver.client.ticket import Ticket
 from paramserver.core.records import Epoch, FileSpec, Manifest, part_root, version_root
@@ -28,14 +28,6 @@ from protos.laminar.v1 import relay_pb2 as pb
 log = logging.getLogger(__name__)
 
 COMMIT_AGAIN_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """A version whose publish ended before its outcome was known."""
-
-    ticket: Ticket
-    commit: pb.CommitRequest | None = None  # to be sent again; None: it was taken, or another process sent it
 
 
 async def committed(
@@ -56,15 +48,9 @@ async def committed(
     ticket = Ticket(
         relay, request.model, opened.version, request.run, request.step, opened.epoch, tuple(opened.warnings)
     )
-    relay.doubts[request.model] = Doubt(ticket, commit)  # a caller that is interrupted leaves it there
-    try:
-        await _commit(relay, master, relay.doubts[request.model])
-    except InDoubt:
-        raise
-    except LaminarError:
-        del relay.doubts[request.model]
-        raise
-    del relay.doubts[request.model]
+    doubt = Doubt(ticket, commit)
+    with relay.doubts.while_unknown(doubt, LaminarError):
+        await _commit(relay, master, doubt)
     relay.lineages[request.model].saw(origin_of(opened), opened.version)
     return ticket
 
@@ -74,21 +60,19 @@ async def settled(relay: RelayClient, model: str, step: int) -> Ticket | None:
 
     InDoubt while that cannot be known. A doubt about another step is dropped: nobody will publish that one again.
     """
-    doubt = relay.doubts.get(model)
+    for other in relay.doubts.drop_ended(model, but=step):
+        log.warning("%r stays in doubt: step %d is published", other.ticket, step)
+    doubt = relay.doubts.of(model, step)
     if doubt is None:
-        return None
-    if doubt.ticket.step != step:
-        log.warning("%r stays in doubt: step %d is published", doubt.ticket, step)
-        del relay.doubts[model]
         return None
     try:
         await _find_out(relay, await relay.last_master_of(model), doubt, "its publish ended before it was known")
     except StaleEpoch as error:
         log.warning("step %d of %s is published again: %s", step, model, str(error))
-        del relay.doubts[model]
+        relay.doubts.end(doubt)
         return None
     log.warning("step %d of %s is published already, as version %d", step, model, doubt.ticket.version)
-    del relay.doubts[model]
+    relay.doubts.end(doubt)
     return doubt.ticket
 
 

@@ -15,12 +15,13 @@ from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, cast
+from typing import Literal, Self, TypeVar, cast
 
 import grpc
 import grpc.aio
 
 from paramserver.client.channel import Connection
+from paramserver.client.doubts import Doubts
 from paramserver.core.lineage import UNKNOWN, Lineage, Origin
 from paramserver.core.notices import Notice
 from paramserver.core.records import SOLE, Rank
@@ -33,9 +34,6 @@ from protos.errors import LaminarError, NotFound, StaleEpoch, Unavailable
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 from protos.version_labels import VersionLabels, read_labels
-
-if TYPE_CHECKING:
-    from paramserver.client.commits import Doubt
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +220,7 @@ class RelayClient:
         self._claims: dict[tuple[str, str], RunHold] = {}
         self.origin = UNKNOWN  # of the registry that this relay belonged to at its last reply about versions
         self.lineages: dict[str, Lineage] = {}  # of the models published through this client
-        self.doubts: dict[str, Doubt] = {}  # by model: the version whose publish ended before its outcome was known
+        self.doubts = Doubts()
         self._others: tuple[str, ...] = ()  # addresses of further relays, for when this one is silent
         self._id = secrets.token_hex(8)
         self.mappings = Mappings()

@@ -163,7 +163,8 @@ async def test_the_asynchronous_face_publishes_concurrently_for_two_models(tier:
 
 async def test_publishes_of_one_run_take_turns(tier: Tier) -> None:
     async with AsyncPublisher(tier.address(0), "turns") as publisher:
-        tickets = await asyncio.gather(*(publisher.publish({"w": torch.full((4,), n)}, step=n) for n in range(4)))
+        made = (publisher.publish({"w": torch.full((4,), n)}, step=n, wait="sealed") for n in range(4))
+        tickets = await asyncio.gather(*made)
         assert [ticket.step for ticket in sorted(tickets, key=lambda ticket: ticket.version)] == [0, 1, 2, 3]
         await tickets[3].wait_all(60.0)
     assert (await _read(tier.address(1), "turns", tickets[3].version)).tensors["w"].tolist() == [3] * 4

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from paramserver.client import RelayClient, commits
+from paramserver.client import Doubt, RelayClient, commits
 from protos.errors import InDoubt, Unavailable
 from protos.laminar.v1 import relay_pb2 as pb
 from tests.support.relays import Relays, until
@@ -82,7 +82,7 @@ async def test_a_doubt_about_a_version_that_does_not_exist_is_published_again(re
         }
         publisher.load_state_dict({**publisher.state_dict(), "in_doubt": unknown})
         assert (await publisher.publish(W, step=1, wait="sealed")).version == 1
-        publisher._relay.doubts["policy"] = commits.Doubt(publisher.ticket((await publisher.publish(W, step=1)).data))
+        publisher._relay.doubts.add(Doubt(publisher.ticket((await publisher.publish(W, step=1)).data)))
         assert (await publisher.publish(W, step=3, wait="sealed")).version == 3, "another step is another version"
 
 
