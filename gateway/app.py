@@ -184,6 +184,8 @@ async def start(config: GatewayConfig) -> Gateway:
     """Serves when this returns; engines and relays may still be away. Raises LaminarError with what is wrong."""
     keys, place = open_keys(config), admin_place(config)
     codec = Codec.load(config.tokenizer)
+    for note in (note for chat in codec.chats for note in chat.notes):
+        log.info("the chat template %s", note)
     async with AsyncExitStack() as stack:
         telemetry = start_telemetry(config.telemetry, "laminar-gateway", model=config.model)
         # Last, and beside this loop, on which it reads the metrics once more.

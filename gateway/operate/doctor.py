@@ -58,8 +58,8 @@ async def examine_patiently(config: GatewayConfig, wait_s: float) -> list[Findin
 
 async def examine(config: GatewayConfig) -> list[Finding]:
     """Every finding, right or wrong, in the order in which a start meets what is wrong."""
-    codec, tokenizer = await asyncio.to_thread(_tokenizer, config.tokenizer)
-    found = [tokenizer, _files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])]
+    codec, found = await asyncio.to_thread(_tokenizer, config.tokenizer)
+    found += [_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])]
     found += await asyncio.to_thread(_data, config)
     if isinstance(config.experience_store, RedisAddress):
         found.append(await _redis(config.experience_store, config))
@@ -82,15 +82,16 @@ async def examine(config: GatewayConfig) -> list[Finding]:
     return found
 
 
-def _tokenizer(directory: Path) -> tuple[Codec | None, Finding]:
+def _tokenizer(directory: Path) -> tuple[Codec | None, list[Finding]]:
     try:
         codec = Codec.load(directory)
     except LaminarError as e:
-        return None, Finding("tokenizer", False, e.message, e.hint)
-    template = "with a chat template" if codec.template else "without a chat template: /v1/completions alone"
+        return None, [Finding("tokenizer", False, e.message, e.hint)]
+    template = "with a chat template" if codec.chats else "without a chat template: /v1/completions alone"
     remedy = "save the model's chat_template.jinja or tokenizer_config.json there, for /v1/chat/completions"
     what = f"{codec.vocab_size} ids, {template}"
-    return codec, Finding("tokenizer", codec.template is not None, what, remedy, advice=True)
+    found = [Finding("tokenizer", bool(codec.chats), what, remedy, advice=True)]
+    return codec, found + [Finding("chat template", True, note) for chat in codec.chats for note in chat.notes]
 
 
 def _files(limit: int) -> Finding:

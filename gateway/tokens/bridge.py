@@ -17,8 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,44 +128,3 @@ def join(
     if ends_itself and template_ends and not (ends_begin and recorded_ids[-1] != suffix_ids[0]):
         return Bridged([*recorded_ids, *suffix_ids[1:]], closed_turn=False)
     return Bridged([*recorded_ids, *suffix_ids], closed_turn=template_ends)
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateNeeds:
-    """How a template takes messages. `knows_calls`: it writes them; else they are text. `objects`: it takes arguments
-    as objects; else as JSON text. `no_content`: it takes null as the content of an answer that only calls."""
-
-    knows_calls: bool
-    objects: bool = True
-    no_content: bool = False
-
-
-def template_messages(messages: Sequence[Message], needs: TemplateNeeds) -> list[dict[str, Any]]:
-    """Messages as the template expects them, with the parts of their content joined."""
-    return [_template_message(message, needs) for message in messages]
-
-
-def _template_message(message: Message, needs: TemplateNeeds) -> dict[str, Any]:
-    out: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
-    calls = out.pop("tool_calls", None) or ()
-    out["content"] = content_text(message.get("content"))
-    if calls and needs.knows_calls:
-        out["tool_calls"] = [_template_call(call, needs.objects) for call in calls]
-        out["content"] = out["content"] or (None if needs.no_content else "")
-    elif calls:
-        out["content"] = "\n".join(filter(None, [out["content"], *(hermes_text(call["function"]) for call in calls)]))
-    return out
-
-
-def _template_call(call: Mapping[str, Any], objects: bool) -> dict[str, Any]:
-    function = call["function"]
-    arguments = arguments_object(function.get("arguments"))
-    if not objects and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
-
-
-def hermes_text(function: Mapping[str, Any]) -> str:
-    """A tool call as Hermes and Qwen models write it."""
-    call = {"name": function["name"], "arguments": arguments_object(function.get("arguments"))}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"

@@ -17,8 +17,9 @@ from typing import Any, TypedDict, Unpack
 from tokenizers import Tokenizer
 
 from gateway.tokens import bridge as bridging
-from gateway.tokens.bridge import Bridged, TemplateNeeds
-from gateway.tokens.reasoning import REASONING_MARKERS, TAGS, ReasoningFormat, reasoning_format_of
+from gateway.tokens.bridge import Bridged, content_text
+from gateway.tokens.chat import Chat
+from gateway.tokens.reasoning import REASONING_MARKERS, TAGS, ReasoningFormat
 from gateway.tokens.stream import (
     ByteLevelDetokenizer,
     Detokenizer,
@@ -29,42 +30,15 @@ from gateway.tokens.stream import (
     token_bytes,
 )
 from gateway.tokens.template import ChatTemplate, Message
-from gateway.tokens.toolformats import MARKERS, ToolFormat, format_of
+from gateway.tokens.toolformats import MARKERS, Tool, ToolFormat
 from protos.errors import InvalidRequest, UnsupportedField
-
-Tool = Mapping[str, Any]
-"""An OpenAI tool: {"type": "function", "function": {...}}."""
 
 BATCH_CHARS = 2_000
 """A text of this length takes half a millisecond to tokenise: long enough to let other threads run meanwhile."""
-TOOL_PROMPT = """\
-# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
-"""Qwen2.5's wording, added to the system message for models whose template has no tools (SmolLM2)."""
-
-DEEPSEEK_TOOL_PROMPT = """\
-## Tools
-
-You may call one or more of these functions, each described by a line of JSON:
-{tools}
-
-A call has this form, with the arguments as a JSON object:
-<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
-```json
-ARGUMENTS
-```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"""
-"""The same in the format of templates that write calls and list no tools (DeepSeek V3 and R1)."""
+DEFAULT = "default"
+TEMPLATES = (DEFAULT, "tool_use")
+"""Names of chat templates: that of requests without tools and, where there is another, that of requests with them."""
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
 
 class Rendering(TypedDict, total=False):
@@ -82,7 +56,7 @@ class Codec:
         self,
         tokenizer: Tokenizer,
         *,
-        template: ChatTemplate | None,
+        templates: Mapping[str, ChatTemplate],
         eos_ids: frozenset[int],
         eos_token: str | None,
         context_tokens: int | None,
@@ -91,7 +65,7 @@ class Codec:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
-        self.template = template
+        self._plain_chat, self._tool_chat = ((Chat(t) if t else None) for t in map(templates.get, TEMPLATES))
         self.eos_ids = eos_ids
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
@@ -121,16 +95,15 @@ class Codec:
         tokenizer_config = _read(directory / "tokenizer_config.json")
         config, generation = _read(directory / "config.json"), _read(directory / "generation_config.json")
         constants = _special_tokens(tokenizer_config)
-        source = _template_source(directory, tokenizer_config)
+        sources = _template_sources(directory, tokenizer_config)
+        vocab_sizes = [tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values())]
         return cls(
             tokenizer,
-            template=None if source is None else ChatTemplate(source, constants),
+            templates={name: ChatTemplate(sources[name], constants) for name in TEMPLATES if name in sources},
             eos_ids=_eos_ids(tokenizer, constants.get("eos_token"), config, generation),
             eos_token=constants.get("eos_token"),
-            context_tokens=config.get("max_position_embeddings"),
-            vocab_size=max(
-                tokenizer.get_vocab_size(), 1 + max(tokenizer.get_vocab().values()), config.get("vocab_size", 0)
-            ),
+            context_tokens=next(iter(_values(config, "max_position_embeddings")), None),
+            vocab_size=max(vocab_sizes + _values(config, "vocab_size")),
         )
 
     @cached_property
@@ -207,16 +180,19 @@ class Codec:
     # chat
 
     @property
+    def chats(self) -> Sequence[Chat]:
+        """The chat templates: that of requests without tools first."""
+        return [chat for chat in (self._plain_chat, self._tool_chat) if chat is not None]
+
+    @property
     def tool_format(self) -> ToolFormat:
-        """The format of this model's tool calls: its template's; Hermes' where the template has no calls."""
-        if self.template is None:
-            return "none"
-        return format_of(self.template.source) if self.template.knows_calls else "hermes"
+        """The format of this model's tool calls."""
+        return self.chats[-1].tool_format if self.chats else "none"
 
     @property
     def reasoning_format(self) -> ReasoningFormat:
-        """The tags between which the model reasons, where its template knows reasoning."""
-        return "none" if self.template is None else reasoning_format_of(self.template.source)
+        """The tags between which the model reasons, where a template of its knows reasoning."""
+        return next((found for chat in self.chats if (found := chat.reasoning_format) != "none"), "none")
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends within reasoning: some templates write the opening tag themselves."""
@@ -232,13 +208,10 @@ class Codec:
     def render_text(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, **how: Unpack[Rendering]
     ) -> str:
-        kwargs = how.get("template_kwargs")
-        if how.get("continued"):
-            prepared = self._prepare(bridging.open_ended(messages), tools)
-            rendered = self._render_prepared(prepared, tools, False, kwargs)
-            return bridging.up_to_mark(rendered, bridging.content_text(messages[-1].get("content")))
-        prepared = self._prepare(messages, tools)
-        return self._render_prepared(prepared, tools, how.get("add_generation_prompt", True), kwargs)
+        """Raises InvalidRequest where the template refuses a message, or drops its text."""
+        rendered = self._written(messages, tools, how)
+        self._chat(tools).check(messages, rendered)
+        return rendered
 
     def bridge(
         self,
@@ -252,66 +225,72 @@ class Codec:
 
         `tools` and `template_kwargs` must be those of the recorded turns: their prompts were rendered with them.
         """
-        rendered = self.render_text(bridging.marked(recorded_messages, added), tools, **how)
-        suffix = self.encode(bridging.after_mark(rendered))
-        return bridging.join(recorded_ids, suffix, self.turn_end_ids, ends_begin=self._ends_begin)
+        messages = bridging.marked(recorded_messages, added)
+        rest = bridging.after_mark(self._written(messages, tools, how, new=len(added)))
+        self._chat(tools).check(messages, rest, new=len(added))
+        return bridging.join(recorded_ids, self.encode(rest), self.turn_end_ids, ends_begin=self._ends_begin)
+
+    def _written(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None, how: Rendering, new: int | None = None
+    ) -> str:
+        """The rendering; up to the end of the last message's text, where that is continued."""
+        continued = how.get("continued", False)
+        rendered = self._chat(tools).render(
+            bridging.open_ended(messages) if continued else messages,
+            tools,
+            new=new,
+            add_generation_prompt=not continued and how.get("add_generation_prompt", True),
+            template_kwargs=how.get("template_kwargs"),
+        )
+        return bridging.up_to_mark(rendered, content_text(messages[-1].get("content"))) if continued else rendered
+
+    def _chat(self, tools: Sequence[Tool] | None) -> Chat:
+        chat = self._tool_chat if tools and self._tool_chat is not None else self._plain_chat
+        if chat is not None:
+            return chat
+        if self._tool_chat is not None:
+            raise UnsupportedField(
+                "this model's tokenizer has a chat template for requests with `tools` alone",
+                hint="send `tools`, or add chat_template.jinja",
+            )
+        raise UnsupportedField(
+            "this model's tokenizer has no chat template", hint="use /v1/completions, or add chat_template.jinja"
+        )
 
     @cached_property
     def _ends_begin(self) -> bool:
         """Whether a user's turn begins with a token that ends the turn before."""
-        mark = bridging.ANSWER_MARK
-        try:
-            rendered = self.render_text([{"role": "user", "content": mark}], add_generation_prompt=False)
-        except InvalidRequest:  # a template that wants more than a user's message
-            return False
-        before = rendered.partition(mark)[0]
+        before, _ = self._around(bridging.ANSWER_MARK, [{"role": "user", "content": bridging.ANSWER_MARK}])
         added = self.tokenizer.get_added_tokens_decoder()
         last = next((i for i in reversed(self.encode(before)) if i in added), None)
         return last in self.turn_end_ids
 
     @cached_property
     def turn_end_ids(self) -> frozenset[int]:
-        """The end-of-sequence tokens that the template writes at the end of a turn."""
-        if self.template is None:
-            return frozenset()
-        source = self.template.source
-        named = {i for i in self.eos_ids if (token := self.tokenizer.id_to_token(i)) is not None and token in source}
-        if "eos_token" in self.template.variables and self._eos_token is not None:
-            named |= {i for i in [self.tokenizer.token_to_id(self._eos_token)] if i is not None}
+        """The tokens that end a turn: the end-of-sequence tokens that the templates write, and the token that they
+        write behind a user's text and behind an answer alike (gpt-oss: its answers end with another one)."""
+        named: set[int] = set()
+        for chat in self.chats:
+            source, variables = chat.template.source, chat.template.variables
+            named |= {i for i in self.eos_ids if (text := self.tokenizer.id_to_token(i)) is not None and text in source}
+            if "eos_token" in variables and self._eos_token is not None:
+                named |= {i for i in [self.tokenizer.token_to_id(self._eos_token)] if i is not None}
+        user, answer = "\ue0a1USER\ue0a2", bridging.ANSWER_MARK
+        talk = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+        follows = [
+            self.encode(self._around(mark, [*talk, {"role": "user", "content": "?"}])[1])[:1] for mark in (user, answer)
+        ]
+        if follows[0] == follows[1]:
+            named |= self.tokenizer.get_added_tokens_decoder().keys() & set(follows[0])
         return frozenset(named)
 
-    def _prepare(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
-        if self.template is None:
-            raise UnsupportedField(
-                "this model's tokenizer has no chat template", hint="use /v1/completions, or add chat_template.jinja"
-            )
-        template = self.template
-        needs = TemplateNeeds(template.knows_calls, template.takes_objects, template.knows_no_content)
-        prepared = bridging.template_messages(messages, needs)
-        return prepared if template.knows_tools or not tools else _with_tool_prompt(prepared, tools, self.tool_format)
-
-    def _render_prepared(
-        self,
-        prepared: Sequence[Message],
-        tools: Sequence[Tool] | None,
-        add_generation_prompt: bool,
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> str:
-        assert self.template is not None
-        return self.template.render(
-            prepared,
-            tools=tools if self.template.knows_tools else None,
-            add_generation_prompt=add_generation_prompt,
-            kwargs=template_kwargs,
-        )
-
-
-def _with_tool_prompt(messages: list[dict[str, Any]], tools: Sequence[Tool], form: ToolFormat) -> list[dict[str, Any]]:
-    described = DEEPSEEK_TOOL_PROMPT if form == "deepseek" else TOOL_PROMPT
-    prompt = described.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{prompt}"}, *messages[1:]]
-    return [{"role": "system", "content": prompt}, *messages]
+    def _around(self, mark: str, messages: Sequence[Message]) -> tuple[str, str]:
+        """What the template writes before a mark and behind it; nothing where it refuses the messages."""
+        try:
+            before, _, after = self.chats[0].render(messages, add_generation_prompt=False).partition(mark)
+        except (IndexError, InvalidRequest):  # no template, or one that wants other messages
+            return "", ""
+        return before, after
 
 
 def _without(table: list[bytes], hidden: frozenset[int]) -> list[bytes]:
@@ -340,21 +319,29 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _template_source(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    source = tokenizer_config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return source if isinstance(source, str) else None
+def _template_sources(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name, from where `transformers` finds them: files come before the tokenizer's config, and
+    that before a processor's."""
+    found = tokenizer_config.get("chat_template") or _read(directory / "chat_template.json").get("chat_template") or {}
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+    sources = {DEFAULT: found} if isinstance(found, str) else dict(found)
+    files = {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
+    files[DEFAULT] = directory / "chat_template.jinja"
+    return sources | {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+
+
+def _values(config: Mapping[str, Any], name: str) -> list[Any]:
+    """A setting of config.json and of the text model's own part of it (Gemma 3, Qwen3.5, InternVL), where it is set."""
+    parts = [config, *(part for key in TEXT_CONFIGS if isinstance(part := config.get(key), dict))]
+    return [value for part in parts if (value := part.get(name)) is not None]
 
 
 def _eos_ids(tokenizer: Tokenizer, eos_token: str | None, *configs: Mapping[str, Any]) -> frozenset[int]:
     found: set[int] = set()
     for config in configs:
-        ids = config.get("eos_token_id")
-        found.update([ids] if isinstance(ids, int) else ids or ())
+        for ids in _values(config, "eos_token_id"):
+            found.update([ids] if isinstance(ids, int) else ids)
     if eos_token is not None and (token_id := tokenizer.token_to_id(eos_token)) is not None:
         found.add(token_id)
     return frozenset(found)

@@ -53,6 +53,12 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def _names(parsed: jinja2.nodes.Template) -> frozenset[str]:
+    """Everything that a template may name a field by: `message.FIELD`, `message['FIELD']`, `'FIELD' in message`."""
+    constants = {node.value for node in parsed.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+    return frozenset(constants | {node.attr for node in parsed.find_all(jinja2.nodes.Getattr)})
+
+
 class ChatTemplate:
     """`source` compiled once; `constants` are the tokenizer's special tokens that templates may name."""
 
@@ -67,7 +73,9 @@ class ChatTemplate:
         self._constants = dict(constants)
         try:
             self._template = environment.from_string(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            parsed = environment.parse(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
+            self.names = _names(parsed)
         except jinja2.TemplateSyntaxError as e:
             raise InvalidRequest(
                 f"the chat template does not parse: line {e.lineno}: {e.message}",

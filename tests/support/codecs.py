@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import subprocess
 import sys
@@ -201,6 +202,13 @@ def byte_level(special: tuple[str, ...]) -> Tokenizer:
     )
     tokenizer.train_from_iterator(_CORPUS.splitlines(), trainer)
     return tokenizer
+
+
+@functools.cache
+def templated(template: str) -> Codec:
+    """ChatML's special tokens, with any template."""
+    name = f"templated-{hashlib.blake2b(template.encode(), digest_size=8).hexdigest()}"
+    return _qwen(name, template)
 
 
 @functools.cache

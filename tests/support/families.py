@@ -4,10 +4,12 @@ The templates are the models' own, as TRL's package ships them, and as Mistral's
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ ENDS = {
     "deepseek": ["<｜end▁of▁sentence｜>"],
     "glm": ["<|endoftext|>", "<|user|>", "<|observation|>"],
     "mistral": ["</s>"],
+    "gptoss": ["<|return|>", "<|call|>"],
 }
 """By the beginning of a family's name: the end-of-sequence tokens, the tokenizer's own first."""
 TOKEN = re.compile(r"<\|[A-Za-z_]+\|>|<｜[^<>]{1,40}｜>|\[/?[A-Z_]+\]|\[gMASK\]|<sop>|</?think>|</?tool_call>")
@@ -36,14 +39,29 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="laminar-families-")
 
 
+def names() -> list[str]:
+    """Every template that there is."""
+    return [*sorted(path.stem for path in _directory().glob("*.jinja")), *(f"mistral_{v}" for v in mistral.VERSIONS)]
+
+
 def template(name: str) -> str:
-    try:
-        if name.startswith("mistral_"):
+    if name.startswith("mistral_"):
+        with _skipping():
             return mistral.template(name.removeprefix("mistral_"))
-        directory = side_package.installed(LOCK)
+    return (_directory() / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def _directory() -> Path:
+    with _skipping():
+        return side_package.installed(LOCK) / "trl" / "chat_templates"
+
+
+@contextlib.contextmanager
+def _skipping() -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         pytest.skip(needs(f"no templates here: {error}", "the package index (`pip config list`), then again"))
-    return (directory / "trl" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @functools.cache

@@ -32,8 +32,7 @@ class _Handlers:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._parser = Parser(calls.turns, calls.codec)
-        template = calls.codec.template
-        self._switches_thinking = template is not None and "enable_thinking" in template.variables
+        self._switches_thinking = any("enable_thinking" in chat.template.variables for chat in calls.codec.chats)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()

@@ -126,6 +126,12 @@ async def test_a_tokenizer_that_cannot_be_read_is_a_finding_and_not_a_crash(tmp_
     assert wrong(found) == ["tokenizer"]
 
 
+async def test_what_the_chat_template_drops_is_a_finding() -> None:
+    found = (await examine(port=0))["chat template"]
+    assert found.right
+    assert found.found.startswith("leaves out the reasoning of earlier answers before the last question")
+
+
 async def admin_listener(tmp_path: Path, where: str, **options: Any) -> Finding:
     return (await examine(port=0, admin_listen=where, **options))["admin listener"]
 

@@ -127,3 +127,58 @@ def test_no_template_no_chat(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text((tiny_tokenizer() / "tokenizer.json").read_text())
     with pytest.raises(UnsupportedField, match="no chat template"):
         Codec.load(tmp_path).render([{"role": "user", "content": "x"}])
+
+
+def model_directory(directory: Path, files: dict[str, Any]) -> Path:
+    (directory / "tokenizer.json").write_text((tiny_tokenizer() / "tokenizer.json").read_text())
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return directory
+
+
+PLAIN, WITH_TOOLS = "plain {{ messages | tojson }}", "{{ tools | tojson }} {{ messages | tojson }}"
+LISTED = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": WITH_TOOLS}]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"chat_template": LISTED}},
+        {"chat_template.jinja": PLAIN, "additional_chat_templates/tool_use.jinja": WITH_TOOLS},
+        {
+            "tokenizer_config.json": {"chat_template": LISTED[:1]},
+            "additional_chat_templates/tool_use.jinja": WITH_TOOLS,
+        },
+        {"chat_template.json": {"chat_template": LISTED}},
+    ],
+)
+def test_requests_with_tools_have_the_template_for_tools(tmp_path: Path, files: dict[str, Any]) -> None:
+    codec = Codec.load(model_directory(tmp_path, files))
+    assert codec.render_text(CHAT, TOOLS).startswith('[{"type": "function"')
+    assert codec.render_text(CHAT).startswith("plain")
+
+
+def test_a_processors_template_is_read_where_there_is_no_other(tmp_path: Path) -> None:
+    files: dict[str, Any] = {"chat_template.json": {"chat_template": "a processor's"}}
+    assert Codec.load(model_directory(tmp_path, files)).render_text([]) == "a processor's"
+    files["tokenizer_config.json"] = {"chat_template": "the tokenizer's"}
+    assert Codec.load(model_directory(tmp_path, files)).render_text([]) == "the tokenizer's"
+    files["chat_template.jinja"] = "a file"
+    assert Codec.load(model_directory(tmp_path, files)).render_text([]) == "a file"
+
+
+def test_a_template_for_tools_alone_says_so(tmp_path: Path) -> None:
+    codec = Codec.load(model_directory(tmp_path, {"tokenizer_config.json": {"chat_template": LISTED[1:]}}))
+    assert codec.render_text(CHAT, TOOLS)
+    with pytest.raises(UnsupportedField, match="for requests with `tools` alone"):
+        codec.render_text([])
+
+
+@pytest.mark.parametrize("part", [None, "text_config", "llm_config", "language_config"])
+def test_a_text_models_own_part_of_the_config_is_read(tmp_path: Path, part: str | None) -> None:
+    config: dict[str, Any] = {"vocab_size": 1000, "max_position_embeddings": 4096, "eos_token_id": [2, 7]}
+    config = config if part is None else {"model_type": "some", "vocab_size": None, part: config}
+    codec = Codec.load(model_directory(tmp_path, {"config.json": config}))
+    assert (codec.vocab_size, codec.context_tokens, codec.eos_ids) == (1000, 4096, {2, 7})

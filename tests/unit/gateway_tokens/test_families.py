@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.tokens import ReasoningParser, ToolCallParser
+from gateway.tokens.chat import Chat
 from gateway.tokens.template import ChatTemplate
 from tests.support import families
 
@@ -114,12 +115,37 @@ def test_a_token_that_begins_the_next_turn_stays_when_another_was_sampled() -> N
     assert codec.decode(bridged.prompt_ids[len(recorded) :]).startswith("\nSure?")
 
 
+def test_a_turn_ends_once_where_answers_end_with_another_token_than_the_template_writes() -> None:
+    """gpt-oss ends an answer with `<|return|>`, and its template ends each message with `<|end|>`."""
+    codec = families.codec("gptoss")
+    answer = "<|channel|>final<|message|>Fine."
+    messages: list[Any] = [*ASK, {"role": "assistant", "content": "Fine."}]
+    for end, closed in [("<|return|>", False), ("<|end|>", False), ("", True)]:
+        recorded = [*codec.render(ASK), *codec.encode(answer + end)]
+        bridged = codec.bridge(recorded, messages, [{"role": "user", "content": "Sure?"}])
+        rest = codec.decode(bridged.prompt_ids[len(recorded) :])
+        assert rest == ("<|end|>" if closed else "") + "<|start|>user<|message|>Sure?<|end|><|start|>assistant"
+        assert bridged.closed_turn is closed
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("glm", "llama3_2"))])
+def test_an_answer_and_the_next_message_have_one_end_of_turn_between_them(name: str) -> None:
+    codec = families.codec(name)
+    messages: list[Any] = [*ASK, {"role": "assistant", "content": "Fine."}]
+    for end in sorted(codec.eos_ids & codec.turn_end_ids):
+        recorded = [*codec.render(ASK), *codec.encode("Fine."), end]
+        rest = codec.bridge(recorded, messages, ASK).prompt_ids[len(recorded) :]
+        before = codec.decode(rest).partition("How is it?")[0]
+        assert not codec.turn_end_ids & set(codec.encode(before))
+
+
 def test_a_template_that_refuses_a_lone_message_is_bridged_as_any_other() -> None:
     plain = families.codec("qwen2_5")
     source = "{% if messages | length < 2 %}{{ raise_exception('more') }}{% endif %}" + families.template("qwen2_5")
     strict = copy.copy(plain)
-    strict.template = ChatTemplate(source, {})
-    strict.__dict__.pop("_ends_begin", None)
+    strict._plain_chat = Chat(ChatTemplate(source, {}))
+    for found in ("_ends_begin", "turn_end_ids"):
+        strict.__dict__.pop(found, None)
     asked: list[Any] = [{"role": "system", "content": "Be brief."}, *ASK]
     recorded = [*plain.render(asked), *plain.encode("Fine."), *plain.turn_end_ids][:-1]
     history: list[Any] = [*asked, {"role": "assistant", "content": "Fine."}]
