@@ -250,7 +250,7 @@ async def start(config: GatewayConfig) -> Gateway:
                 listening.push_async_callback(listener.close)
                 await gateways.show(config.public_url or _reached_at(config.host, listener.url))
             listening.pop_all()
-        loops = _start_loops(config, parts, registry, access, gateways)
+        loops = _start_loops(config, parts, stores, registry, access, gateways)
         return Gateway(config, stores, parts, status, listener, admin, loops, stack.pop_all())
 
 
@@ -349,7 +349,7 @@ def assemble(
     state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
     known_groups = KnownGroups()
     live = SessionRegistry(config, state, stores.sessions, timeline, known_groups, tracer, gateways)
-    trainer = Trainer(config, live, stores.buffer, stores.reader)
+    trainer = Trainer(config, state, live, stores.buffer, stores.reader)
     adapters = AdapterContext(model=config.model, tokenizer=codec, stall_timeout_s=config.stall_timeout_s)
     context_tokens = 0 if codec is None else codec.context_tokens or 0
     fleet = Fleet(config, state, timeline, trainer.admission, adapters, stores.lineage, context_tokens, tracer, claims)
@@ -446,6 +446,7 @@ def _application(config: GatewayConfig, control: Sequence[Middleware]) -> web.Ap
 def _start_loops(
     config: GatewayConfig,
     parts: Parts,
+    stores: Stores,
     registry: EtcdRegistry | None,
     access: Access | None,
     gateways: SharedGateways | None,
@@ -456,6 +457,7 @@ def _start_loops(
     if access is not None:
         loops.keep_running(access.follow, "api-keys")
     loops.keep_running(parts.endings.expire, "session-expiry")
+    loops.keep_running(lambda: parts.trainer.follow_leases(stores.tasks), "runners-leases")
     if parts.text_proxy is not None:
         loops.keep_running(parts.text_proxy.watch, "text-proxy-watch")
     if registry is not None:

@@ -210,6 +210,12 @@ class GatewayConfig:
     ] = None
     queue_max: Annotated[int, Meta(ge=1), "Turns that may wait for an engine at once; further ones get 429."] = 1024
     session_idle_s: Annotated[float, Meta(ge=0), "Time without a request after which a session is abandoned."] = 1800.0
+    idle_after_s: Annotated[
+        float,
+        Meta(ge=0),
+        "Time without a running turn after which a session keeps no other from beginning, unless a runner has the "
+        "lease of its sample.",
+    ] = 60.0
     reward_window_s: Annotated[
         float, Meta(ge=0), "How long after a session's finish its reward may be given or changed."
     ] = 600.0

@@ -92,6 +92,14 @@ class Misdirected(LaminarError):
         self.url = url
 
 
+class VersionUnknown(Conflict):
+    """No relay has announced the version that a trainer says it published. The announcement may still come: the request
+    may be sent again after `retry_after_s`."""
+
+    code = "version_unknown"
+    retry_after_s = 1.0
+
+
 class StaleEpoch(Conflict):
     """The caller's epoch was ended by a later election."""
 

@@ -158,9 +158,10 @@ class _RowIndex(msgspec.Struct):
     columns: list[_Column]
 
 
-class _BatchHeader(msgspec.Struct):
+class _BatchHeader(msgspec.Struct, omit_defaults=True):
     lease_id: str
     rows: list[int]  # the size of each
+    why: str = ""  # there are none
 
 
 class Row:
@@ -246,9 +247,9 @@ def batch(lease_id: str, rows: Sequence[bytes]) -> bytes:
     return b"".join(batch_parts(lease_id, rows))
 
 
-def batch_parts(lease_id: str, rows: Sequence[bytes]) -> list[bytes]:
-    """What a `batch` is joined of."""
-    header = msgspec.msgpack.encode(_BatchHeader(lease_id, [len(row) for row in rows]))
+def batch_parts(lease_id: str, rows: Sequence[bytes], why: str = "") -> list[bytes]:
+    """What a `batch` is joined of. `why`: there are no rows."""
+    header = msgspec.msgpack.encode(_BatchHeader(lease_id, [len(row) for row in rows], why))
     padding = bytes(-(_BATCH.size + len(header)) % _ALIGNED)
     return [_BATCH.pack(BATCH_MAGIC, len(header)), header, padding, *rows]
 
@@ -256,6 +257,17 @@ def batch_parts(lease_id: str, rows: Sequence[bytes]) -> list[bytes]:
 def rows_of(body: bytes | memoryview) -> tuple[str, list[memoryview]]:
     """A batch's lease and rows, which share its memory, read-only. Damaged if it is cut or no batch."""
     body = memoryview(body).toreadonly()
+    header, begin = _batch_header(body)
+    return header.lease_id, list(_split(body, begin, header.rows))
+
+
+def why_empty(body: bytes | memoryview) -> str:
+    """In numbers, why the batch has no rows; empty where its gateway does not say. Damaged as `rows_of`."""
+    return _batch_header(memoryview(body))[0].why
+
+
+def _batch_header(body: memoryview) -> tuple[_BatchHeader, int]:
+    """A batch's header, and where its rows begin."""
     if len(body) < _BATCH.size:
         raise Damaged("a packed batch without its beginning")
     magic, size = _BATCH.unpack_from(body)
@@ -268,7 +280,7 @@ def rows_of(body: bytes | memoryview) -> tuple[str, list[memoryview]]:
     begin = _aligned(_BATCH.size + size)
     if begin + sum(header.rows) != len(body) or min(header.rows, default=0) < 0:
         raise Damaged(f"a packed batch of {len(body)} bytes tells of {begin + sum(header.rows)}")
-    return header.lease_id, list(_split(body, begin, header.rows))
+    return header, begin
 
 
 def _split(body: memoryview, begin: int, sizes: Sequence[int]) -> Iterator[memoryview]:

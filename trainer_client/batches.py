@@ -19,7 +19,8 @@ ACCEPTED = f"{MEDIA_TYPE}, application/msgpack"
 
 
 class Batch:
-    """Trajectories leased to this reader; empty when none were there within the wait.
+    """Trajectories leased to this reader, or only looked at (`peek`); empty when none were there within the wait, and
+    then `why` has the numbers.
 
     `heads` are the trajectories without their tokens, `trajectories` the whole, which cost a Python object for each
     token; both are made when first asked for. `pack` takes the arrays as they came.
@@ -32,10 +33,12 @@ class Batch:
         *,
         rows: Sequence[Row] | None = None,
         bound: tuple[int, int] | None = None,
+        why: str = "",
     ) -> None:
         """`rows` or `trajectories`. `bound`: the trainer's version, and how many versions a token may be behind it to
-        be trained on; None: all that were sampled are."""
+        be trained on; None: all that were sampled are. `why`: in numbers, why the gateway had nothing."""
         self.lease_id = lease_id
+        self.why = why
         self.leased_until_s = 0.0
         """When the lease ends, by this process's monotonic clock."""
         self._rows, self._bound = rows, bound
@@ -70,15 +73,16 @@ class Batch:
 class _Answer(msgspec.Struct):
     lease_id: str
     trajectories: list[Trajectory]
+    why: str = ""
 
 
 def batch_of(answer: bytes | memoryview, bound: tuple[int, int] | None = None) -> Batch:
     """The batch that a gateway answered with. Damaged if it is none."""
     if bytes(answer[: len(packed.BATCH_MAGIC)]) == packed.BATCH_MAGIC:
         lease_id, rows = packed.rows_of(answer)
-        return Batch(lease_id, rows=[Row(row) for row in rows], bound=bound)
+        return Batch(lease_id, rows=[Row(row) for row in rows], bound=bound, why=packed.why_empty(answer))
     try:
         sampled = decode_msgpack(answer, _Answer)
     except msgspec.DecodeError as e:
         raise Damaged(str(e)) from e
-    return Batch(sampled.lease_id, sampled.trajectories, bound=bound)
+    return Batch(sampled.lease_id, sampled.trajectories, bound=bound, why=sampled.why)

@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import httpx
@@ -25,10 +25,10 @@ import msgspec
 
 from protos.access.bearer import bearer
 from protos.decoding import decode_json
-from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, Unavailable
+from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, Unavailable, VersionUnknown
 from protos.packed import Damaged, Offer
 from trainer_client.batches import ACCEPTED, Batch, batch_of
-from trainer_client.gateway_http import WRONG_SERVER, NoAnswer, Presence, download, patiently, request
+from trainer_client.gateway_http import WRONG_SERVER, NoAnswer, Presence, Retry, download, patiently, request
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.unanswered import Unanswered
 from trainer_client.wanted import (
@@ -41,6 +41,7 @@ from trainer_client.wanted import (
     Rows,
     Wanted,
     check_choice,
+    peek_request,
     picked,
     reader_state,
     sample_request,
@@ -50,6 +51,9 @@ log = logging.getLogger(__name__)
 
 GIVE_BACK_S = 5.0
 """Deadline for giving a batch back when a loop is left; a lease that is not given back ends by itself."""
+ANNOUNCED_PATIENCE_S = 60.0
+"""How long a sample waits for the announcement of a version, which has to be sealed first."""
+ASK = "`gateway status` says why"
 SILENT_S = 60.0
 """A loop that waits longer than this for a batch logs a warning, and another one each time the wait has doubled."""
 CHOOSE_AGAIN_S = 0.5
@@ -64,6 +68,13 @@ def _by_name(wanted: Wanted, session_ids: Sequence[str]) -> Wanted:
     rest: Any = {**wanted, "session_ids": session_ids, "wait_s": 0.0}
     del rest["strategy"]
     return cast(Wanted, rest)
+
+
+def _is_leased(batch: Batch) -> bool:
+    """InvalidRequest for trajectories that were only looked at."""
+    if batch and not batch.lease_id:
+        raise InvalidRequest("this batch is of a peek, and has no lease", hint="sample what is to be used")
+    return bool(batch.lease_id)
 
 
 class ReaderOptions(TypedDict, total=False):
@@ -124,15 +135,26 @@ class AsyncExperienceReader(AsyncClient):
         """Leases up to `trajectories`, or up to `groups` whole groups of `group_size`, in the order of `strategy`; or
         the sessions `session_ids`.
 
-        Waits up to `wait_s` for them and returns what there is, possibly nothing. Survives a restart of a gateway that
-        has answered before, as every request of a reader does; raises Unavailable after a minute without an answer, and
-        at once when there never was one. Raises InvalidRequest when the gateway refuses the request.
+        Waits up to `wait_s` for them and returns what there is, possibly nothing: then `why` of the batch has the
+        numbers. Survives a restart of a gateway that has answered before, as every request of a reader does; raises
+        Unavailable after a minute without an answer, and at once when there never was one. Raises InvalidRequest when
+        the gateway refuses the request, and VersionUnknown when after a minute no relay has announced `trainer_version`
+        of the gateway's model.
         """
         if callable(choose := wanted.get("strategy")):
             check_choice(wanted, self.rank, self._num_ranks)
             return await self._choose(wanted, choose)
         self._check_open()
-        return await patiently(self._presence, lambda: self._leased_once(wanted))
+        retry, warned = Retry(self._presence, ANNOUNCED_PATIENCE_S), False
+        while True:
+            try:
+                return await patiently(self._presence, lambda: self._leased_once(wanted))
+            except VersionUnknown as error:
+                pause_s = retry.pause_s(error)
+                if not warned:
+                    log.warning("%s; trying again for %.0f s", error, ANNOUNCED_PATIENCE_S)
+                warned = True
+            await asyncio.sleep(pause_s)
 
     async def _leased_once(self, wanted: Wanted) -> Batch:
         """One try of a sample. What it leased without a whole answer is given back in the background."""
@@ -153,14 +175,31 @@ class AsyncExperienceReader(AsyncClient):
         bound = None
         if wanted.get("strategy") == "staleness_bounded":
             bound = (body["trainer_version"], wanted["staleness_max"])
+        batch = self._batch_of(answer, bound)
+        batch.leased_until_s = time.monotonic() + body["lease_s"]
+        return batch
+
+    def _batch_of(self, answer: memoryview, bound: tuple[int, int] | None = None) -> Batch:
         try:
-            batch = batch_of(answer, bound)
+            return batch_of(answer, bound)
         except Damaged as error:
             raise Unavailable(
                 f"{self._url} answered with something else than a batch: {error}", hint=WRONG_SERVER
             ) from error
-        batch.leased_until_s = time.monotonic() + body["lease_s"]
-        return batch
+
+    async def peek(self, **wanted: Unpack[Wanted]) -> Batch:
+        """What `sample` would get now, up to 256 trajectories, without a lease: others may get them at any time. It
+        waits for nothing, and declares no batch: the admission of new sessions stays as it is."""
+        self._check_open()
+        body = msgspec.json.encode(peek_request(wanted))
+        credentials, timeout_s = self._credentials, self._timeout_s
+
+        def send() -> Awaitable[memoryview]:
+            return download(
+                self._url, "/experience/peek", body=body, accept=ACCEPTED, timeout_s=timeout_s, credentials=credentials
+            )
+
+        return self._batch_of(await patiently(self._presence, send))
 
     async def ack(self, batch: Batch) -> None:
         """Ends the lease of a batch that was used. NotFound when the lease had ended: others may have sampled it again.
@@ -178,7 +217,7 @@ class AsyncExperienceReader(AsyncClient):
 
     async def _end(self, batch: Batch, path: str) -> None:
         """NotFound after a try whose answer was lost: that try ended the lease, if it had not run out by itself."""
-        if not batch.lease_id:
+        if not _is_leased(batch):
             return
         lost: Unavailable | None = None
 
@@ -331,7 +370,7 @@ class AsyncExperienceReader(AsyncClient):
             if waited_s >= max(SILENT_S, 2 * logged_s):
                 logged_s = waited_s
                 what = ", ".join(f"{name}={value}" for name, value in wanted.items())
-                log.warning("no batch of %s at %s for %.0f s: `gateway status` says why", what, self._url, waited_s)
+                log.warning("no batch of %s at %s for %.0f s: %s", what, self._url, waited_s, batch.why or ASK)
         return batch
 
     async def _acknowledge(self, batch: Batch, lease_s: float) -> None:
@@ -406,6 +445,10 @@ class ExperienceReader(SyncClient[AsyncExperienceReader]):
     def sample(self, **wanted: Unpack[Wanted]) -> Batch:
         """See `AsyncExperienceReader.sample`."""
         return self._loop.run(self._client.sample(**wanted))
+
+    def peek(self, **wanted: Unpack[Wanted]) -> Batch:
+        """See `AsyncExperienceReader.peek`."""
+        return self._loop.run(self._client.peek(**wanted))
 
     def ack(self, batch: Batch) -> None:
         """See `AsyncExperienceReader.ack`."""

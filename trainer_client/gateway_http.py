@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from protos.decoding import decode_json
-from protos.errors import BY_CODE, Conflict, InvalidRequest, LaminarError, OutOfCapacity, Unavailable
+from protos.errors import BY_CODE, Conflict, InvalidRequest, LaminarError, OutOfCapacity, Unavailable, VersionUnknown
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Retry:
         self._deadline = time.monotonic() + patience_s
         self._pause_s = RETRY_FIRST_S
 
-    def pause_s(self, error: Unavailable | OutOfCapacity) -> float:
+    def pause_s(self, error: Unavailable | OutOfCapacity | VersionUnknown) -> float:
         """Seconds until the next try, since this one ended with `error`; raises it when the patience is at its end."""
         wait_s = max(self._pause_s, getattr(error, "retry_after_s", 0.0)) * (1 + 0.25 * _jitter.random())
         if time.monotonic() + wait_s > self._deadline:

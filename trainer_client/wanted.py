@@ -60,6 +60,16 @@ def sample_request(
     }
 
 
+def peek_request(wanted: Wanted) -> dict[str, Any]:
+    """The body of a peek. InvalidRequest for what only a sample takes."""
+    for name in wanted.keys() & {"wait_s", "lease_s", "drop_equal_rewards"}:
+        raise InvalidRequest(f"peek takes no `{name}`", hint="it looks at what is there now, and changes nothing")
+    if callable(wanted.get("strategy")):
+        raise InvalidRequest("peek takes no strategy of one's own", hint="pick by `rows()`, and pass `session_ids`")
+    body = sample_request("", 0, wanted)
+    return {name: body[name] for name in body.keys() - {"reader", "trainer_version", "wait_s", "lease_s"}}
+
+
 def check_choice(wanted: Wanted, rank: int, num_ranks: int) -> None:
     """InvalidRequest if `wanted`, whose strategy is a function, asks for something beside it, or for a rank's share."""
     _check_names(wanted)

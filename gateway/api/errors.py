@@ -26,6 +26,7 @@ from protos.errors import (
     TooLarge,
     Unauthenticated,
     UnsupportedField,
+    VersionUnknown,
 )
 from protos.foreign_text import quoted
 
@@ -135,7 +136,7 @@ def _anthropic(status: int, message: str) -> dict[str, Any]:
 
 def error_headers(error: LaminarError) -> dict[str, str]:
     """Whether and when to retry. The official SDKs obey both headers; on their own they would retry any 409."""
-    if isinstance(error, OutOfCapacity):
+    if isinstance(error, OutOfCapacity | VersionUnknown):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s))), "x-should-retry": "true"}
     if isinstance(error, Unauthenticated):
         return {"WWW-Authenticate": "Bearer", "x-should-retry": "false"}

@@ -3,7 +3,8 @@
 `POST /experience/release` returns them unused; else that happens when the lease ends, or by `POST /experience/reclaim`
 of a reader that was started again. `POST /experience/evict` removes sessions that nobody is to train on.
 `GET /experience/rows` shows what waits, without tokens: a reader that chooses by itself samples `session_ids`.
-`GET /experience/rows/{number}`: one of them whole, under no lease, in the formats of a sample.
+`GET /experience/rows/{number}`: one of them whole, under no lease, in the formats of a sample. `POST /experience/peek`:
+what a sample would get now, under no lease, and without a say in the admission of new sessions.
 `GET /experience/statistics`: what was.
 
 Trajectories go out packed where the client accepts it (`application/vnd.laminar.packed`, see `protos.packed`): the rows
@@ -25,7 +26,8 @@ from msgspec import Meta
 
 from gateway.api.bodies import Count, answer_json, answer_pieces, decode, json_pieces, msgpack_pieces
 from gateway.api.errors import BadField
-from gateway.core.selection import Strategy, check_wanted
+from gateway.core.selection import Bound, Strategy, check_wanted
+from gateway.core.types import NO_VERSION, Version
 from gateway.experience.buffer import (
     AT_ONCE_TOKENS,
     LEASE_S,
@@ -39,24 +41,28 @@ from gateway.experience.record import SampledStatistics
 from gateway.fleet.fleet import Fleet
 from gateway.sessions.trainer import Trainer
 from protos import packed
-from protos.errors import NotFound
+from protos.errors import NotFound, VersionUnknown
+from protos.foreign_text import quoted
 from protos.packed import Offer
 from protos.trajectories import Trajectory
 
 MSGPACK = "application/msgpack"
 TRAJECTORIES_MAX = 4096
 """In one answer: at a few KB to a few MB each, more would be better read in pieces."""
-VERSIONS_AHEAD_MAX = 1000
-"""A trainer may know of versions before the gateway does, but not of so many."""
 USES_MAX = 1000
 DIGITS_MAX = 15
 READER_MAX = 256
 """Characters of a reader's name."""
 LEASE_NAME_MAX = 128
 LEASE_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{LEASE_NAME_MAX}}}", re.ASCII)
+OTHERS_MAX = 8
+"""Models that are named in an error."""
 PIECE_BYTES = 1 << 18
 """Of a batch, sent at once."""
+PEEKED_MAX = 256
+"""In one answer of a peek, which is read row by row."""
 Some = Annotated[int, Meta(ge=1, le=TRAJECTORIES_MAX)]
+Peeked = Annotated[int, Meta(ge=1, le=PEEKED_MAX)]
 
 
 class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -65,7 +71,13 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     reader: Annotated[
         str, Meta(min_length=1, max_length=READER_MAX, description="The reader's name: its leases belong to it.")
     ]
-    trainer_version: Annotated[Count, Meta(description="The newest version that the trainer published; 0: none.")]
+    trainer_version: Annotated[
+        Count,
+        Meta(
+            description="The newest version that the trainer published; 0: none. One that no relay announces within "
+            "5 s gets 409, `version_unknown`."
+        ),
+    ]
     trajectories: Annotated[Some | None, Meta(description="How many trajectories.")] = None
     groups: Annotated[Some | None, Meta(description="How many whole groups.")] = None
     group_size: Annotated[Some | None, Meta(description="With `groups`: sessions of each.")] = None
@@ -79,7 +91,10 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX, description="Seconds to wait until there are so many.")] = 0.0
     staleness_max: Annotated[
         Count | None,
-        Meta(description="Versions that a trajectory may be behind `trainer_version`. Default: the gateway's bound."),
+        Meta(
+            description="Versions that a trajectory may be behind `trainer_version`, or the newest if that is more. "
+            "What is staler is not in this answer, and stays for others. Default: the gateway's bound."
+        ),
     ] = None
     lease_s: Annotated[
         float, Meta(ge=0.001, le=86_400, description="Seconds after which the trajectories return to the buffer.")
@@ -100,6 +115,25 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     uses_max: Annotated[
         int,
         Meta(ge=1, le=USES_MAX, description="Trajectories that were used less often than this are handed out."),
+    ] = 1
+
+
+class PeekRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Either `trajectories`, or `groups` of `group_size`, or the sessions `session_ids`."""
+
+    trajectories: Annotated[Peeked | None, Meta(description="How many trajectories.")] = None
+    groups: Annotated[Peeked | None, Meta(description="How many whole groups.")] = None
+    group_size: Annotated[Peeked | None, Meta(description="With `groups`: sessions of each.")] = None
+    session_ids: Annotated[
+        Annotated[list[str], Meta(min_length=1, max_length=PEEKED_MAX)] | None, Meta(description="These sessions.")
+    ] = None
+    staleness_max: Annotated[
+        Count | None,
+        Meta(description="Versions that a trajectory may be behind the newest. Default: the gateway's bound."),
+    ] = None
+    strategy: Annotated[Strategy, Meta(description="The order in which trajectories are handed out.")] = "fifo"
+    uses_max: Annotated[
+        int, Meta(ge=1, le=USES_MAX, description="Trajectories that were used less often than this.")
     ] = 1
 
 
@@ -133,7 +167,10 @@ class EvictAnswer(msgspec.Struct):
 
 
 class SampleAnswer(msgspec.Struct):
+    """`lease_id`: empty where there is no trajectory, and of a peek. `why`: in numbers, why there is none."""
+
     lease_id: str
+    why: str
     trajectories: Sequence[Trajectory]
 
 
@@ -187,6 +224,7 @@ class ExperienceDeps:
 def add_experience_routes(app: web.Application, deps: ExperienceDeps) -> None:
     handlers = _Handlers(deps)
     app.router.add_post("/experience/sample", handlers.sample)
+    app.router.add_post("/experience/peek", handlers.peek)
     app.router.add_post("/experience/ack", handlers.ack)
     app.router.add_post("/experience/release", handlers.release)
     app.router.add_post("/experience/reclaim", handlers.reclaim)
@@ -201,8 +239,9 @@ class _Handlers:
         self._deps = deps
 
     async def sample(self, request: web.Request) -> web.StreamResponse:
-        wanted = _checked(decode(_sample, await request.read()), self._deps.fleet.state.newest)
+        wanted = _checked(decode(_sample, await request.read()))
         lease_id = _lease_name(request.query)
+        version, doubt = await self._version(wanted)
         if wanted.session_ids is None:
             self._deps.trainer.requested(
                 (wanted.trajectories or (wanted.groups or 0) * (wanted.group_size or 0)) * wanted.num_ranks,
@@ -211,6 +250,7 @@ class _Handlers:
                 reader=wanted.reader,
                 group_size=wanted.group_size if wanted.groups is not None else None,
                 waits=wanted.wait_s > 0,
+                by_token=wanted.strategy == "staleness_bounded",
             )
         else:
             self._deps.trainer.published(wanted.trainer_version)
@@ -218,7 +258,7 @@ class _Handlers:
         bound = self._deps.staleness_max if wanted.staleness_max is None else wanted.staleness_max
         sampled = await self._deps.buffer.sample(
             holder(wanted.reader, wanted.rank),
-            trainer_version=wanted.trainer_version,
+            trainer_version=version,
             trajectories=wanted.trajectories,
             groups=wanted.groups,
             group_size=wanted.group_size,
@@ -231,8 +271,11 @@ class _Handlers:
             uses_max=wanted.uses_max,
             whole=wanted.num_ranks > 1,
             lease_id=lease_id,
+            own=self._deps.trainer.own_bound,
         )
-        self._deps.trainer.took(wanted.trainer_version, sampled.entries)
+        self._deps.trainer.took(version, sampled.entries)
+        nothing = f"it gets nothing: {sampled.why}" if sampled.stale else ""
+        self._deps.trainer.note(wanted.reader, "; ".join(filter(None, (doubt, nothing))))
         accept = request.headers.get("Accept", "")
         send = _send_packed if packed.MEDIA_TYPE in accept else _send_unpacked
         try:
@@ -242,6 +285,48 @@ class _Handlers:
             with contextlib.suppress(NotFound):
                 await self._deps.buffer.release(sampled.lease_id)
             raise
+
+    async def _version(self, wanted: SampleRequest) -> tuple[int, str]:
+        """The version by which staleness is measured in this answer, and what is doubtful about what the reader says.
+        Raises VersionUnknown where relays know of no such version."""
+        said, fleet, bound = wanted.trainer_version, self._deps.fleet, self._deps.staleness_max
+        heard = await fleet.announcements.heard_of(Version(said))
+        newest = fleet.state.newest
+        if heard.verdict == "unknown":
+            error = _unknown(said, newest, self._deps.model, heard.others)
+            self._deps.trainer.note(wanted.reader, str(error))
+            raise error
+        doubts = []
+        served = max((engine.version for engine in fleet.state.engines.values()), default=NO_VERSION)
+        if heard.verdict == "nobody" and said > max(newest, served):
+            relays = "no relay answers" if fleet.relays.addresses() else "this gateway has no relay"
+            doubts.append(
+                f"it says version {said}, which no relay announced ({relays}): it decides what this reader gets, and "
+                "nothing else"
+            )
+        if newest and wanted.staleness_max is not None and wanted.staleness_max > bound:
+            doubts.append(
+                f"it takes what is {wanted.staleness_max} versions behind, and this gateway evicts beyond {bound} "
+                "(--staleness-max)"
+            )
+        return max(said, newest), "; ".join(doubts)
+
+    async def peek(self, request: web.Request) -> web.StreamResponse:
+        wanted = decode(_peek, await request.read())
+        number = (wanted.groups or 0) * (wanted.group_size or 0)
+        if number > PEEKED_MAX:
+            raise BadField("groups", f"a peek at {number} trajectories", hint=f"at most {PEEKED_MAX}")
+        bound = self._deps.staleness_max if wanted.staleness_max is None else wanted.staleness_max
+        found = await self._deps.buffer.peek(
+            Bound(self._deps.fleet.state.newest, bound, by_token=wanted.strategy == "staleness_bounded"),
+            trajectories=wanted.trajectories,
+            groups=wanted.groups,
+            group_size=wanted.group_size,
+            session_ids=wanted.session_ids,
+            strategy=wanted.strategy,
+            uses_max=wanted.uses_max,
+        )
+        return await _answered(request, found)
 
     async def ack(self, request: web.Request) -> web.Response:
         used = await self._deps.buffer.ack(decode(_ack, await request.read()).lease_id)
@@ -277,9 +362,9 @@ class _Handlers:
         )
 
     async def row(self, request: web.Request) -> web.StreamResponse:
-        found = Sampled(rows=[await self._deps.buffer.read(_number("number", request.match_info, 0))])
-        accept = request.headers.get("Accept", "")
-        return await (_send_packed if packed.MEDIA_TYPE in accept else _send_unpacked)(request, found)
+        return await _answered(
+            request, Sampled(rows=[await self._deps.buffer.read(_number("number", request.match_info, 0))])
+        )
 
     async def statistics(self, request: web.Request) -> web.Response:
         buffer, behind = self._deps.buffer, self._deps.trainer.staleness
@@ -304,10 +389,16 @@ def _number(name: str, given: Mapping[str, str], default: int) -> int:
     return int(text)
 
 
+async def _answered(request: web.Request, found: Sampled) -> web.StreamResponse:
+    """Under no lease."""
+    accept = request.headers.get("Accept", "")
+    return await (_send_packed if packed.MEDIA_TYPE in accept else _send_unpacked)(request, found)
+
+
 async def _send_packed(request: web.Request, sampled: Sampled) -> web.StreamResponse:
     """Sends the rows piece by piece, as fast as the reader takes them: a batch in one piece is copied twice, and stays
     in memory until all of it is sent."""
-    parts = packed.batch_parts(sampled.lease_id, sampled.rows)
+    parts = packed.batch_parts(sampled.lease_id, sampled.rows, sampled.why)
     response = web.StreamResponse()
     response.content_type, response.content_length = packed.MEDIA_TYPE, sum(len(part) for part in parts)
     await response.prepare(request)
@@ -328,7 +419,7 @@ async def _send_unpacked(request: web.Request, sampled: Sampled) -> web.StreamRe
     rows = [packed.Row(row) for row in sampled.rows]
     leaves = (leaf for row in rows for leaf in row.trajectories())
     long = sum(sum(row.lengths["token_ids"]) for row in rows) > AT_ONCE_TOKENS
-    answer = SampleAnswer(sampled.lease_id, [])
+    answer = SampleAnswer(sampled.lease_id, sampled.why, [])
     if MSGPACK in request.headers.get("Accept", ""):
         pieces = msgpack_pieces(answer, sum(len(row.labels) for row in rows), leaves)
         return await answer_pieces(request, pieces, long=long, content_type=MSGPACK)
@@ -336,6 +427,7 @@ async def _send_unpacked(request: web.Request, sampled: Sampled) -> web.StreamRe
 
 
 _sample = msgspec.json.Decoder(SampleRequest)
+_peek = msgspec.json.Decoder(PeekRequest)
 _ack = msgspec.json.Decoder(AckRequest)
 _reclaim = msgspec.json.Decoder(ReclaimRequest)
 _evict = msgspec.json.Decoder(EvictRequest)
@@ -346,15 +438,18 @@ def _check_rank(rank: int, num_ranks: int) -> None:
         raise BadField("rank", f"rank {rank} of {num_ranks}", hint="ranks count from 0")
 
 
-def _checked(wanted: SampleRequest, newest: int) -> SampleRequest:
-    """Checks everything before the request has an effect: a refused one declares no batch, and makes nothing stale."""
-    if newest and wanted.trainer_version > newest + VERSIONS_AHEAD_MAX:
-        raise BadField(
-            "trainer_version",
-            f"`trainer_version` is {wanted.trainer_version}, and the newest version here is {newest}: all trajectories "
-            "would be too stale",
-            hint="pass the version that `publish` returned, not a step",
-        )
+def _unknown(said: int, newest: int, model: str, others: Sequence[str]) -> VersionUnknown:
+    names = ", ".join(map(quoted, others[:OTHERS_MAX]))
+    elsewhere = f"; relays have versions of {names}, which this gateway does not serve" if others else ""
+    return VersionUnknown(
+        f"no relay has announced version {said} of model {model!r}: the newest is {newest or 'none'}{elsewhere}",
+        hint="pass the version that `publish` returned, not a step, and publish under this model's name; right after a "
+        "publish, try again",
+    )
+
+
+def _checked(wanted: SampleRequest) -> SampleRequest:
+    """Checks everything before the request has an effect: a refused one declares no batch."""
     check_wanted(wanted.trajectories, wanted.groups, wanted.group_size, wanted.strategy, wanted.session_ids)
     _check_rank(wanted.rank, wanted.num_ranks)
     groups, size = wanted.groups or 0, wanted.group_size or 0

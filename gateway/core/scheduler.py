@@ -75,19 +75,41 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """New sessions against what the trainer will use: (bound + 1) batches, running or buffered."""
+    """New sessions against what the trainer will use: (bound + 1) batches, running or buffered. `silent`: of the
+    running ones, those without a request for `idle_after_s`; `idle`: further ones that do not count for that reason."""
 
     running: int
     buffered: int
     reader_batch: int | None  # trajectories per batch, once a reader declared it
     staleness_max: int
     next_batch_s: float = UNKNOWN_S  # until the trainer takes one
+    silent: int = 0
+    idle: int = 0
+    idle_after_s: float = 0.0
 
     @property
     def full(self) -> bool:
+        return self.over >= 0
+
+    @property
+    def over(self) -> int:
+        """How many there are beyond the bound; below 0: so many more may begin."""
         if self.reader_batch is None:
-            return False
-        return self.running + self.buffered >= (self.staleness_max + 1) * self.reader_batch
+            return -1
+        return self.running + self.buffered - (self.staleness_max + 1) * self.reader_batch
+
+    @property
+    def reason(self) -> str:
+        """Why new sessions wait: who holds the places, and what ends those of crashed agents."""
+        bound = (self.staleness_max + 1) * (self.reader_batch or 0)
+        found = f"{self.running} running and {self.buffered} buffered trajectories reach the bound of {bound}"
+        if self.idle or self.silent:
+            begun = self.running + self.idle
+            found += f"; {self.silent + self.idle} of {begun} sessions had no request for {self.idle_after_s:g} s"
+            if self.silent:
+                found += f", {self.silent} of them count all the same, by a runner's lease or for a child"
+            found += f" (`gateway sessions --idle-s {self.idle_after_s:g} --abandon` ends them)"
+        return found
 
 
 _Kind = tuple[bool, bool, int, int | None, frozenset[str] | None]
@@ -248,8 +270,7 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
         return Lost(reason, "a higher `max_version`; or name a `version`, which is loaded again")
     begun = group_version is not None and spec.group_size > 1  # what it lacks, its group's trajectories wait for
     if admission.full and _awaits_trainer(spec) and not begun:
-        reason = f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer"
-        return Wait(reason, admission.next_batch_s, "trainer")
+        return Wait(admission.reason, admission.next_batch_s, "trainer")
     pools = [Pool(version, True) for version in fleet.served(opened=True)]
     if spec.min_version or spec.max_version is not None:
         pools = [pool for pool in pools if spec.allows(pool.version)]

@@ -44,6 +44,27 @@ class Entry:
         return max(self.facts.versions, default=self.oldest_version)
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How far behind `version` an entry may be: its oldest token, or its newest if `by_token`, at most `staleness_max`
+    versions; None: any."""
+
+    version: int
+    staleness_max: int | None = None
+    by_token: bool = False
+
+    def allows(self, entry: Entry) -> bool:
+        return self.allows_span(entry.oldest_version, entry.newest_version)
+
+    def allows_span(self, oldest: int, newest: int) -> bool:
+        """Whether an entry whose tokens are of these versions is within the bound."""
+        return self.staleness_max is None or self.version - (newest if self.by_token else oldest) <= self.staleness_max
+
+
+ANY = Bound(0)
+"""Nothing is too stale."""
+
+
 def _by_priority(entry: Entry) -> tuple[float, int]:
     return -entry.facts.metrics.get(PRIORITY, 0.0), entry.seq
 
@@ -78,12 +99,6 @@ def whole_groups(entries: Sequence[Entry], count: int, group_size: int, closed: 
         if len(members) >= min(group_size, closed.get(name, group_size))
     )
     return [entry for _, members in zip(range(count), whole, strict=False) for entry in members]
-
-
-def too_stale(entry: Entry, trainer_version: int, staleness_max: int, *, by_token: bool) -> bool:
-    """Whether the entry is beyond the bound: with its newest token if `by_token`, else with its oldest."""
-    version = entry.newest_version if by_token else entry.oldest_version
-    return trainer_version - version > staleness_max
 
 
 def of_equal_rewards(entries: Sequence[Entry]) -> list[Entry]:

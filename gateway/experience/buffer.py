@@ -2,7 +2,7 @@
 
 Invariants:
 - a trajectory is in its store when `add` returns; it leaves only by `ack`, as too stale, for room, or by `evict`: each
-  is counted;
+  is counted. What is too stale to leave is the gateway's to say, not a reader's: a reader's bound filters its answer;
 - state and store change together, in the same order: where the store refuses, the state is restored; where the caller
   is cancelled, both changes are completed (a lease whose reader went away is then given back);
 - a reader that dies loses nothing: its lease expires and the trajectories are handed out again;
@@ -23,11 +23,11 @@ import heapq
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from gateway.core.selection import Entry, Strategy, check_wanted, of_equal_rewards
+from gateway.core.selection import ANY, Bound, Entry, Strategy, check_wanted, of_equal_rewards
 from gateway.experience.leases import BufferState, LeaseState, held_by
 from gateway.experience.record import SampledRecord, SampledStatistics
 from gateway.experience.stores import ExperienceStore, Raced, make_store
@@ -109,11 +109,13 @@ class Evicted:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """What a sample got: `rows[i]` (`protos.packed`) is the session of `entries[i]`. No lease (""): nothing was
-    there."""
+    there, and `why` says in numbers what was in its stead; or it was a `peek`."""
 
     lease_id: str = ""
     entries: Sequence[Entry] = ()
     rows: Sequence[bytes] = ()
+    why: str = ""
+    stale: int = 0  # of what is there, how many are beyond the reader's bound; counted where it got nothing
 
     def trajectories(self) -> list[Trajectory]:
         """All leaves, unpacked: a cost for each token."""
@@ -293,6 +295,7 @@ class ExperienceBuffer:
         uses_max: int = 1,
         whole: bool = False,
         lease_id: str = "",
+        own: Bound | None = None,
     ) -> Sampled:
         """A lease and its trajectories: as many as requested, or those that are there after `wait_s`, possibly none;
         if `whole`, then none.
@@ -300,8 +303,9 @@ class ExperienceBuffer:
         A session with branches counts as one and comes with all its leaves.
         With `groups`, whole groups of `group_size` only; with `session_ids`, those sessions only. Trajectories more
         than `staleness_max` versions behind `trainer_version` (with their oldest token; under `staleness_bounded` with
-        their newest) are dropped, counted, and never handed out; with `drop_equal_rewards` so are groups all of whose
-        rewards are equal. Trajectories that were used less than `uses_max` times are handed out, the least used first.
+        their newest) are not handed out, and stay; those beyond `own`, the gateway's bound now, are dropped and
+        counted; with `drop_equal_rewards` so are groups all of whose rewards are equal. Trajectories that were used
+        less than `uses_max` times are handed out, the least used first.
 
         `lease_id`: what the caller names the lease, so that it can give back what it does not get the answer of.
         Conflict when a lease has that name.
@@ -310,21 +314,24 @@ class ExperienceBuffer:
         self._store.check()
         deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
         whole_size = None if groups is None else group_size
+        bound = Bound(trainer_version, staleness_max, by_token=strategy == "staleness_bounded")
         with self._naming(lease_id or f"lease-{secrets.token_hex(8)}") as name:
             while True:
                 async with self._order:
-                    await self._declare(trainer_version, staleness_max, by_token=strategy == "staleness_bounded")
+                    await self._catch_up()
+                    if own is not None:
+                        await self._evict_stale(own)
                     self._check_name(name)
-                    chosen = self._take(wanted, groups, group_size, session_ids, strategy, uses_max)
+                    chosen = self._take(wanted, groups, group_size, session_ids, strategy, uses_max, bound)
                     remaining_s = deadline - time.monotonic()
                     found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
                     if whole and found < wanted and remaining_s <= 0:
-                        return Sampled()
+                        return self._nothing(bound, uses_max, session_ids)
                     if found >= wanted or remaining_s <= 0:
                         if drop_equal_rewards and await self._drop_equal(chosen):
                             continue
                         if not chosen:
-                            return Sampled()
+                            return self._nothing(bound, uses_max, session_ids)
                         if (leased := await self._lease(name, reader, chosen, lease_s, uses_max)) is None:
                             continue
                         return leased
@@ -332,7 +339,10 @@ class ExperienceBuffer:
                     self._changed.clear()
                 await self._wait_for_change(
                     deadline,
-                    lambda: name in self._withdrawn or self._state.may_have(wanted, whole_size, session_ids, uses_max),
+                    lambda: (
+                        name in self._withdrawn
+                        or self._state.may_have(wanted, whole_size, session_ids, uses_max, bound)
+                    ),
                 )
 
     def _take(
@@ -343,13 +353,43 @@ class ExperienceBuffer:
         session_ids: Sequence[str] | None,
         strategy: Strategy,
         uses_max: int,
+        bound: Bound,
     ) -> list[Entry]:
         """Of what is free now, what `sample` asks for, or less. It stays free until it is leased."""
         if session_ids is not None:
-            return self._state.take_sessions(session_ids, strategy, uses_max)
+            return self._state.take_sessions(session_ids, strategy, uses_max, bound)
         if groups is not None:
-            return self._state.take_groups(groups, group_size or 0, strategy, uses_max)
-        return self._state.take(wanted, strategy, uses_max)
+            return self._state.take_groups(groups, group_size or 0, strategy, uses_max, bound)
+        return self._state.take(wanted, strategy, uses_max, bound)
+
+    async def peek(
+        self,
+        bound: Bound,
+        *,
+        trajectories: int | None = None,
+        groups: int | None = None,
+        group_size: int | None = None,
+        session_ids: Sequence[str] | None = None,
+        strategy: Strategy = "fifo",
+        uses_max: int = 1,
+    ) -> Sampled:
+        """What a `sample` would get now, without a lease: all stays as it is. What is damaged is left out."""
+        wanted = check_wanted(trajectories, groups, group_size, strategy, session_ids)
+        async with self._order:
+            await self._catch_up()
+            chosen = self._take(wanted, groups, group_size, session_ids, strategy, uses_max, bound)
+            found: list[tuple[Entry, bytes]] = []
+            for entry in chosen:
+                with leaving_out("trajectory_bodies", entry.seq), contextlib.suppress(NotFound):  # gone at the Redis
+                    row = await self._store.read(entry)
+                    packed.check(row)
+                    found.append((entry, row))
+            if not found:
+                return self._nothing(bound, uses_max, session_ids)
+        return Sampled("", [entry for entry, _ in found], [row for _, row in found])
+
+    def _nothing(self, bound: Bound, uses_max: int, session_ids: Sequence[str] | None) -> Sampled:
+        return Sampled(why=self._state.why_nothing(bound, uses_max, session_ids), stale=self._state.num_beyond(bound))
 
     @contextlib.contextmanager
     def _naming(self, name: str) -> Iterator[str]:
@@ -477,9 +517,19 @@ class ExperienceBuffer:
     def sampled_statistics(self) -> SampledStatistics:
         return self._record.statistics()
 
-    def groups(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """By group, the number of trajectories that no reader has; and the groups closed with fewer than their size."""
-        return self._state.groups, self._state.closed_groups
+    def groups(self, bounds: Collection[Bound] = (ANY,)) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """By group, the number of trajectories within one of `bounds` that no reader has or had; and the groups closed
+        with fewer than their size."""
+        return self._state.groups_within(bounds), self._state.closed_groups
+
+    def num_unused(self, bounds: Collection[Bound] = (ANY,)) -> int:
+        """Trajectories that no reader has or had, and that are within one of `bounds`."""
+        self._lapse()
+        return self._state.num_unused(bounds)
+
+    def holds_lease(self, reader: str) -> bool:
+        """Whether some rank of the reader has a lease."""
+        return any(lease.reader.rpartition("/")[0] == reader for lease in self._state.leases.values())
 
     def _refuse(self, session_id: str) -> None:
         if session_id in self._state.sessions:
@@ -491,10 +541,8 @@ class ExperienceBuffer:
                 hint="acknowledge leases after use",
             )
 
-    async def _declare(self, trainer_version: int, staleness_max: int | None, *, by_token: bool) -> None:
-        await self._catch_up()
-        stale = self._state.declare(trainer_version, staleness_max, by_token=by_token)
-        if stale:
+    async def _evict_stale(self, own: Bound) -> None:
+        if stale := self._state.evict_stale(own):
             self._count_evicted(stale)
             self._counters.evicted_stale -= await self._delete(stale)
 

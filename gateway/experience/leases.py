@@ -7,16 +7,18 @@ acknowledgement that comes after the expiry is refused, since another reader may
 Invariants:
 - an entry is either free or in exactly one live lease; an expired lease returns its entries to their old place;
 - free entries are handed out in the order of the sample's strategy (`gateway.core.selection`);
+- a reader's bound decides what it gets, and removes nothing: only the buffer's `own` does;
 - there are never more than `capacity` entries; and no more than `bytes_max` bytes, once something free can be evicted;
 - an acknowledged entry is removed, unless its reader said that it may be used again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from gateway.core.selection import Entry, Strategy, ordered, too_stale, whole_groups
+from gateway.core.selection import ANY, Bound, Entry, Strategy, ordered, whole_groups
 
 
 def holder(reader: str, rank: int) -> str:
@@ -54,13 +56,11 @@ class LeaseState:
 
 @dataclass(slots=True)
 class BufferState:
-    """`now` is in seconds of any one clock; `trainer_version` is the newest that a reader reported."""
+    """`now` is in seconds of any one clock. `own`: what is beyond it is of no use to any reader."""
 
     capacity: int
     bytes_max: int | None = None
-    trainer_version: int = 0
-    staleness_max: int | None = None
-    by_token: bool = False  # the newest token of an entry decides whether it is too stale
+    own: Bound = ANY
     num_bytes: int = 0  # of all entries, packed
     num_used: int = 0  # free entries that were used before
     stale_came: bool = False  # an entry became free that was too stale already
@@ -69,6 +69,8 @@ class BufferState:
     sessions: set[str] = field(default_factory=set)
     closed_groups: dict[str, int] = field(default_factory=dict)  # complete with so many members, fewer than its size
     groups: dict[str, int] = field(default_factory=dict)  # free entries of each group that nobody has used
+    # The same entries by the versions of their oldest and newest token: staleness is counted without a look at each.
+    spans: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def __len__(self) -> int:
         return len(self.sessions)
@@ -109,10 +111,9 @@ class BufferState:
         over_bytes = self.bytes_max is not None and self.num_bytes >= self.bytes_max
         return (len(self) >= self.capacity or over_bytes) and not self.free
 
-    def declare(self, trainer_version: int, staleness_max: int | None, *, by_token: bool = False) -> list[Entry]:
-        """A reader reports the trainer's version. Removes the free entries that are now too stale, and returns them."""
-        self.trainer_version = max(self.trainer_version, trainer_version)
-        self.staleness_max, self.by_token = staleness_max, by_token
+    def evict_stale(self, own: Bound) -> list[Entry]:
+        """The buffer's own bound is this from now on. Removes the free entries beyond it, and returns them."""
+        self.own = own
         self.stale_came = False
         stale = self.stale()
         for entry in stale:
@@ -123,26 +124,44 @@ class BufferState:
         return [entry for entry in self.free.values() if self.is_stale(entry)]
 
     def is_stale(self, entry: Entry) -> bool:
-        bound = self.staleness_max
-        return bound is not None and too_stale(entry, self.trainer_version, bound, by_token=self.by_token)
+        return not self.own.allows(entry)
 
-    def take(self, count: int, strategy: Strategy = "fifo", uses_max: int = 1) -> list[Entry]:
-        """Up to `count` free entries. They stay free until leased."""
-        return ordered(self.free.values(), strategy, uses_max)[:count]
+    def num_unused(self, bounds: Collection[Bound] = (ANY,)) -> int:
+        """Free entries that nobody has used, and that are within one of `bounds`."""
+        return sum(count for span, count in self.spans.items() if any(bound.allows_span(*span) for bound in bounds))
+
+    def groups_within(self, bounds: Collection[Bound]) -> Mapping[str, int]:
+        """`groups`, without the entries that are within none of `bounds`."""
+        if self.num_unused(bounds) == self.num_unused():
+            return self.groups
+        return Counter(
+            entry.group_id
+            for entry in self.free.values()
+            if not entry.uses and any(bound.allows(entry) for bound in bounds)
+        )
+
+    def take(self, count: int, strategy: Strategy = "fifo", uses_max: int = 1, bound: Bound = ANY) -> list[Entry]:
+        """Up to `count` free entries within `bound`. They stay free until leased."""
+        return ordered(filter(bound.allows, self.free.values()), strategy, uses_max)[:count]
 
     def take_sessions(
-        self, session_ids: Collection[str], strategy: Strategy = "fifo", uses_max: int = 1
+        self, session_ids: Collection[str], strategy: Strategy = "fifo", uses_max: int = 1, bound: Bound = ANY
     ) -> list[Entry]:
-        """Those of `session_ids` that are free."""
+        """Those of `session_ids` that are free and within `bound`."""
         wanted = set(session_ids)
-        return ordered((entry for entry in self.free.values() if entry.session_id in wanted), strategy, uses_max)
+        found = (entry for entry in self.free.values() if entry.session_id in wanted and bound.allows(entry))
+        return ordered(found, strategy, uses_max)
 
-    def take_groups(self, count: int, group_size: int, strategy: Strategy = "fifo", uses_max: int = 1) -> list[Entry]:
+    def take_groups(
+        self, count: int, group_size: int, strategy: Strategy = "fifo", uses_max: int = 1, bound: Bound = ANY
+    ) -> list[Entry]:
         """Up to `count` whole groups of `group_size` members, or as many as they were closed with."""
-        usable = ordered(self.free.values(), strategy, uses_max)
+        usable = ordered(filter(bound.allows, self.free.values()), strategy, uses_max)
         return whole_groups(usable, count, group_size, self.closed_groups)
 
-    def may_have(self, count: int, group_size: int | None, session_ids: Collection[str] | None, uses_max: int) -> bool:
+    def may_have(
+        self, count: int, group_size: int | None, session_ids: Collection[str] | None, uses_max: int, bound: Bound = ANY
+    ) -> bool:
         """Whether a `take` may find so many entries (with a `group_size`: groups), or something is to be evicted. False
         is certain, and costs no look at each entry."""
         if self.stale_came or (uses_max > 1 and self.num_used):
@@ -150,15 +169,37 @@ class BufferState:
         if session_ids is not None:
             return sum(map(self.sessions.__contains__, session_ids)) >= count
         if group_size is None:
-            return len(self.free) - self.num_used >= count
+            return self.num_unused((bound,)) >= count
         closed = self.groups.keys() & self.closed_groups.keys()
         ended = sum(self.closed_groups[name] <= self.groups[name] < group_size for name in closed)
         return sum(map(group_size.__le__, self.groups.values())) + ended >= count
 
+    def why_nothing(self, bound: Bound, uses_max: int, sessions: Collection[str] | None = None) -> str:
+        """In numbers, why a reader with `bound` gets nothing of what is here; of `sessions`, if it names some."""
+        wanted = None if sessions is None else set(sessions)
+        free = [entry for entry in self.free.values() if wanted is None or entry.session_id in wanted]
+        fresh = [entry for entry in free if bound.allows(entry)]
+        unused = sum(entry.uses < uses_max for entry in fresh)
+        newest = max((entry.newest_version for entry in free), default=0)
+        newest = max(newest, self.own.version)
+        ahead = f", the newest is {newest} and you say {bound.version}"
+        behind = f": more than {bound.staleness_max} versions behind {bound.version}"
+        found = {
+            "too stale" + (ahead if bound.version > newest else behind): len(free) - len(fresh),
+            "used before": len(fresh) - unused,
+            "too few, or in groups that lack members": unused,
+            "leased": self.num_leased,
+        }
+        return "; ".join(f"{count} {what}" for what, count in found.items() if count) or "no trajectory waits"
+
+    def num_beyond(self, bound: Bound) -> int:
+        """Free entries that a reader with `bound` does not get for their staleness."""
+        return sum(not bound.allows(entry) for entry in self.free.values())
+
     def replace(self, entry: Entry) -> None:
         """The free entry's facts are others now."""
-        self.num_bytes += entry.facts.num_bytes - self.free[entry.seq].facts.num_bytes
-        self.free[entry.seq] = entry
+        self.remove(self.free[entry.seq])
+        self.put_back([entry])
 
     def forget_closed_groups(self) -> list[str]:
         """Forgets the oldest closed groups beyond one for each place: all their members are long gone."""
@@ -279,6 +320,7 @@ class BufferState:
             if entry.uses:
                 self.num_used += 1
             else:
+                self.spans[entry.oldest_version, entry.newest_version] += 1
                 self.groups[entry.group_id] = self.groups.get(entry.group_id, 0) + 1
 
     def _take_out(self, seq: int) -> Entry:
@@ -286,6 +328,10 @@ class BufferState:
         if entry.uses:
             self.num_used -= 1
             return entry
+        span = entry.oldest_version, entry.newest_version
+        self.spans[span] -= 1
+        if not self.spans[span]:
+            del self.spans[span]
         self.groups[entry.group_id] -= 1
         if not self.groups[entry.group_id]:
             del self.groups[entry.group_id]

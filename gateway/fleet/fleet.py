@@ -24,6 +24,7 @@ from gateway.core.scheduler import Admission
 from gateway.core.types import NO_VERSION, EngineName, Version
 from gateway.engines.base import AdapterContext, EngineFailed, engine_tls
 from gateway.engines.kinds import connect
+from gateway.fleet.announcements import Announcements
 from gateway.fleet.claims import START_PATIENCE_S, ClaimStore, EngineClaims
 from gateway.fleet.evidence import VersionEvidence
 from gateway.fleet.handle import EngineHandle
@@ -93,6 +94,7 @@ class Fleet:
             saw=lineage.keep if lineage else lambda: None,
             credentials=credentials,
         )
+        self.announcements = Announcements(self.relays, lambda: state.newest)
         self.pins = VersionPins(config.model, state, self.relays, timeline)
         self._watcher = EngineWatcher(
             config, state, self.relays, self.reconcile, adapters.tokenizer, context_tokens, adapters.tls
@@ -292,6 +294,7 @@ class Fleet:
         """A relay responded for the first time, or what it holds has changed. `version`: the one that came; 0: none."""
         if version > self.state.newest:
             self.state.newest = version
+        self.announcements.changed()
         held = self.relays.held(address)
         for handle in self.handles.values():
             if handle.spec.relay == address:

@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 
 from gateway.core.types import NO_VERSION, Version
 from gateway.engines.base import VERSION_DIGITS_MAX
+from gateway.fleet.announcements import Looked
 from gateway.runtime.supervisor import Supervisor
-from paramserver.client import Lineage, Origin, RelayClient
+from paramserver.client import Lineage, ModelStatus, Origin, RelayClient, RelayStatus, TransferStatus
 from protos.access.credentials import Credentials
 from protos.errors import LaminarError, UnknownModel
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
+LOOK_TIMEOUT_S = 2.0
 VERSION_MAX = int("9" * VERSION_DIGITS_MAX)
 
 
@@ -92,6 +94,34 @@ class Relays:
 
     def addresses(self) -> list[str]:
         return sorted(self._followed)
+
+    def answering(self) -> list[str]:
+        """Addresses of relays whose versions are known and believed now."""
+        return sorted(
+            address
+            for address, followed in self._followed.items()
+            if followed.newest is not None and not followed.refused and followed.client.connected
+        )
+
+    async def look(self) -> Looked:
+        """What the relays that answer say now, whatever their watches have reported."""
+        found = await asyncio.gather(*map(self._status, self.answering()))
+        models = [model for status in found if status is not None for model in status.models]
+        coming = [one.version for status in found if status is not None for one in status.transfers if self._ours(one)]
+        sealed = [model.newest_sealed or NO_VERSION for model in models if self._ours(model)]
+        others = sorted({model.model for model in models if not self._ours(model) and model.newest_sealed})
+        return Looked(Version(max(filter(can_be, [*coming, *sealed]), default=NO_VERSION)), others)
+
+    def _ours(self, of: ModelStatus | TransferStatus) -> bool:
+        return of.model == self._model
+
+    async def _status(self, address: str) -> RelayStatus | None:
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                return await self._followed[address].client.status()
+        except (LaminarError, TimeoutError) as e:
+            log.info("relay %s does not say what it has: %s", address, str(e) or "it is silent")
+            return None
 
     def refused(self) -> dict[str, str]:
         """By address, relays whose registry replaced the one that versions came from: why they are refused, and what an

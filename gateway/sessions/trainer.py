@@ -5,21 +5,34 @@ Several readers may sample: `core.admission` decides whose batches count.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.config import GatewayConfig
-from gateway.core.admission import Reader, Readers, WaitingGroup, stranded, waiting_groups
+from gateway.core.admission import Reader, Readers, Sessions, WaitingGroup, is_silent, stranded, waiting_groups
+from gateway.core.fleet import FleetState
 from gateway.core.retry_after import Pace, retry_for_a_batch
 from gateway.core.scheduler import Admission
-from gateway.core.selection import Entry
+from gateway.core.selection import ANY, Bound, Entry
+from gateway.core.sessions import SessionState
 from gateway.experience import ExperienceBuffer
 from gateway.experience.readers import KeptReader, ReaderStore
+from gateway.runtime.clock import unix_s
 from gateway.sessions.registry import SessionRegistry
+from gateway.tasks import PromptPool
+from protos.foreign_text import quoted
+
+log = logging.getLogger(__name__)
 
 GROUPS_SHOWN_MAX = 20
 """Waiting groups in the status."""
+NOTES_MAX = 20
+"""Readers of which a note is kept for the status; the oldest goes first."""
+LEASES_LOOK_S = 5.0
+"""Between two looks at which samples runners have."""
 
 
 @dataclass(slots=True)
@@ -33,10 +46,14 @@ class Staleness:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStatus:
-    """What delays new sessions: `running` and `buffered` against the `bound` of `reader` (null: none has sampled).
+    """What delays new sessions: `running` and `buffered` against the `bound` of `reader` (null: none has sampled
+    lately).
 
+    `idle`: sessions that do not count, since nobody has used them for --idle-after-s; `silent`: those of `running` that
+    count only for a runner's lease or a child. `excess`: how many there are beyond the bound: idle ones came back.
     `stranded`: buffered trajectories of groups that lack a member and have none under way; they are not counted.
-    `waiting_groups`: what each group that lacks members waits for.
+    `waiting_groups`: what each group that lacks members waits for. `notes`: by reader, why it got nothing at its last
+    sample, or what is wrong with the version that it says.
     """
 
     reader: str | None
@@ -47,25 +64,52 @@ class AdmissionStatus:
     stranded: int
     full: bool
     waiting_groups: Sequence[str]
+    silent: int
+    idle: int
+    excess: int
+    notes: Mapping[str, str]
 
 
 class Trainer:
-    """`version` is the newest that it reported; nothing bounds admission before a reader has sampled.
+    """Nothing bounds admission before a reader has sampled.
 
     With a `store` the bound outlives the gateway: sessions of its next life wait, even before the trainer is back.
     """
 
     def __init__(
-        self, config: GatewayConfig, live: SessionRegistry, buffer: ExperienceBuffer, store: ReaderStore | None = None
+        self,
+        config: GatewayConfig,
+        fleet: FleetState,
+        live: SessionRegistry,
+        buffer: ExperienceBuffer,
+        store: ReaderStore | None = None,
     ) -> None:
         self.staleness = Staleness()
-        self.version = 0
-        self._config, self._live, self._buffer = config, live, buffer
+        self._said = 0  # the newest version that a reader reported
+        self._config, self._fleet, self._live, self._buffer = config, fleet, live, buffer
         self._readers, self._store = Readers(), store
+        self._notes: dict[str, str] = {}
+        self._leased: frozenset[tuple[str, int]] = frozenset()  # group and index of samples that runners have
         if store is not None and (kept := store.reader) is not None:
             now = time.monotonic()
             self._readers.requested(kept.name, kept.batch, kept.group_size, kept.staleness_max, now, waits=True)
         self._took = Pace()
+
+    async def follow_leases(self, tasks: PromptPool) -> None:
+        """Which samples runners have, until cancelled."""
+        while True:
+            self._leased = await tasks.leased() if tasks.statistics().leases else frozenset()
+            await asyncio.sleep(LEASES_LOOK_S)
+
+    @property
+    def version(self) -> int:
+        """The newest version that a relay announced, or a reader reported."""
+        return max(self._said, self._fleet.newest)
+
+    @property
+    def own_bound(self) -> Bound:
+        """Beyond it a trajectory is evicted: the newest of its tokens is too far behind what relays announced."""
+        return Bound(self._fleet.newest, self._config.fleet.staleness_max, by_token=True)
 
     def requested(
         self,
@@ -76,18 +120,30 @@ class Trainer:
         reader: str = "",
         group_size: int | None = None,
         waits: bool = True,
+        by_token: bool = False,
     ) -> None:
         """A reader requests a batch of trajectories; `waits`: until it is complete."""
         bound = self._config.fleet.staleness_max if staleness_max is None else staleness_max
         now = time.monotonic()
-        self._readers.requested(reader, batch, group_size, bound, now, waits=waits)
-        if self._store is not None and (found := self._readers.deciding(now)) is not None:
+        self._readers.requested(reader, batch, group_size, bound, now, waits=waits, version=version, by_token=by_token)
+        if self._store is not None and (counting := self._counting(now)):
+            found = counting[0]
             self._store.keep(KeptReader(found.name, found.batch, found.group_size, found.staleness_max))
         self.published(version)
 
     def published(self, version: int) -> None:
         """The newest version that a reader reported."""
-        self.version = max(self.version, version)
+        self._said = max(self._said, version)
+
+    def note(self, reader: str, text: str) -> None:
+        """What is wrong with what the reader samples, for the log and the status; empty: nothing any more."""
+        before = self._notes.pop(reader, "")
+        if text:
+            self._notes[reader] = text
+            while len(self._notes) > NOTES_MAX:
+                del self._notes[next(iter(self._notes))]
+            if not before:
+                log.warning("reader %s: %s", quoted(reader), text)
 
     def took(self, version: int, entries: Sequence[Entry]) -> None:
         """A reader got trajectories: staleness at use, by the oldest version of each."""
@@ -101,56 +157,103 @@ class Trainer:
         """Running and buffered trajectories against what the trainer will use. Running ones are counted only once a
         reader has sampled, and stranded ones only where they decide: with thousands of sessions, these counts are most
         of a placement's cost."""
-        now = time.monotonic()
-        buffered, next_s = self._fresh(), retry_for_a_batch(self._took, now)
-        reader = self._readers.deciding(now)
-        if reader is None:
+        return self._admission(self._counting(time.monotonic()))
+
+    def _counting(self, now: float) -> list[Reader]:
+        return self._readers.counting(now, self._buffer.holds_lease)
+
+    def _admission(self, counting: Sequence[Reader]) -> Admission:
+        bounds, next_s = self._bounds(counting), retry_for_a_batch(self._took, time.monotonic())
+        buffered = self._buffer.num_unused(bounds)
+        if not counting:
             return Admission(0, buffered, None, self._config.fleet.staleness_max, next_s)
-        found = Admission(self._running(), buffered, reader.batch, reader.staleness_max, next_s)
-        if found.full and (held := self._stranded(reader)):
+        reader, sessions = counting[0], self._sessions()
+        found = Admission(
+            sessions.running,
+            buffered,
+            reader.batch,
+            reader.staleness_max,
+            next_s,
+            sessions.silent,
+            sessions.idle,
+            self._config.idle_after_s,
+        )
+        if found.full and (held := self._stranded(reader, bounds)):
             return replace(found, buffered=buffered - held)
         return found
 
     def status(self) -> AdmissionStatus:
-        now, buffered = time.monotonic(), self._fresh()
-        reader = self._readers.deciding(now)
-        held = 0 if reader is None else self._stranded(reader)
-        waiting = [] if reader is None else self._waiting(reader)
+        counting = self._counting(time.monotonic())
+        found, bounds = self._admission(counting), self._bounds(counting)
+        reader, sessions = (counting[0] if counting else None), self._sessions()
+        held = 0 if reader is None else self._stranded(reader, bounds)
+        waiting = [] if reader is None else self._waiting(reader, bounds)
         return AdmissionStatus(
             reader=None if reader is None else reader.name,
             batch=None if reader is None else reader.batch,
             bound=None if reader is None else reader.bound,
-            running=self._running(),
-            buffered=buffered - held,
+            running=sessions.running,
+            buffered=self._buffer.num_unused(bounds) - held,
             stranded=held,
-            full=self.admission().full,
+            full=found.full,
             waiting_groups=[str(group) for group in waiting[:GROUPS_SHOWN_MAX]],
+            silent=sessions.silent,
+            idle=sessions.idle,
+            excess=max(0, found.over),
+            notes=dict(self._notes),
         )
 
-    def _stranded(self, reader: Reader) -> int:
+    def _bounds(self, counting: Sequence[Reader]) -> Sequence[Bound]:
+        """What the readers that count may take; anything, while there are none."""
+        return [reader.takes(self._fleet.newest) for reader in counting] or [ANY]
+
+    def _stranded(self, reader: Reader, bounds: Sequence[Bound]) -> int:
         """Trajectories in the buffer that the reader could not take."""
         if reader.group_size is None:
             return 0
-        buffered, closed = self._buffer.groups()
+        buffered, closed = self._buffer.groups(bounds)
         return stranded(buffered, closed, reader.group_size, {group for _, group in self._expected()})
 
-    def _waiting(self, reader: Reader) -> list[WaitingGroup]:
+    def _waiting(self, reader: Reader, bounds: Sequence[Bound]) -> list[WaitingGroup]:
         if reader.group_size is None:
             return []
-        buffered, closed = self._buffer.groups()
+        buffered, closed = self._buffer.groups(bounds)
         return waiting_groups(buffered, closed, reader.group_size, self._expected())
 
     def _expected(self) -> Iterator[tuple[str, str]]:
         """Live sessions for training, with their groups."""
         return ((s.session_id, s.spec.group_id) for s in self._live if s.spec.trains)
 
-    def _fresh(self) -> int:
-        """Buffered trajectories that nobody has used: those that wait for another use delay no session."""
-        found = self._buffer.statistics()
-        return found.trajectories - found.used_before
+    def _sessions(self) -> Sessions:
+        now, running, silent, idle = unix_s(), 0, 0, 0
+        for state in self._live:
+            if state.version is None or not state.spec.trains:
+                continue
+            if not is_silent(state, now, self._config.idle_after_s):
+                running += 1
+            elif self.is_idle(state, now):
+                idle += 1
+            else:
+                running, silent = running + 1, silent + 1
+        return Sessions(running, silent, idle)
 
-    def _running(self) -> int:
-        return sum(1 for s in self._live if s.version is not None and s.spec.trains)
+    def is_idle(self, state: SessionState, now_unix_s: float, idle_after_s: float | None = None) -> bool:
+        """Nobody has used the session for so long (default: `--idle-after-s`), no runner has its sample, and it waits
+        for no child of which that is otherwise."""
+        after_s = self._config.idle_after_s if idle_after_s is None else idle_after_s
+        if not is_silent(state, now_unix_s, after_s) or self._is_leased(state):
+            return False
+        children = self._live.children(state.session_id)
+        return all(not c.spec.blocks_parent or self.is_idle(c, now_unix_s, idle_after_s) for c in children)
+
+    def _is_leased(self, state: SessionState | None) -> bool:
+        """A runner has the sample of the session, or of one above it."""
+        while state is not None:
+            if (state.spec.group_id, state.spec.sample_index) in self._leased:
+                return True
+            parent = state.spec.parent_session_id
+            state = None if parent is None else self._live.find(parent)
+        return False
 
 
 def count(histogram: dict[int, int], behind: int, by: int = 1) -> None:

@@ -77,6 +77,7 @@ class PromptPool:
         self._database = database
         self._tasks_max = tasks_max
         self._statistics = PromptPoolStatistics()
+        self._ahead_s = 0.0  # of the clock by which leases end
         self._changed = asyncio.Event()  # replaced at each change: whoever took it before a look misses none
         self._shielded = ShieldedTasks()
         self._newest: dict[_RequestKey, object] = {}  # of a request's key: the one that was sent last, while it lives
@@ -190,6 +191,11 @@ class PromptPool:
 
     async def counts(self, pool: str) -> PoolCounts:
         return await self._database.run(lambda connection: rows.count(connection, pool))
+
+    async def leased(self) -> frozenset[tuple[str, int]]:
+        """The samples that runners have now, of all pools, each by its group and index."""
+        now = unix_s() + self._ahead_s
+        return frozenset(await self._database.run(lambda connection: connection.execute(rows.LIVE, (now,)).fetchall()))
 
     def statistics(self) -> PromptPoolStatistics:
         return self._statistics

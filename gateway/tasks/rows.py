@@ -71,6 +71,11 @@ OF_LEASE = (
     "WHERE lease_id=?"
 )
 """A lease's sample: leased, or free because the lease expired."""
+LIVE = (
+    "SELECT group_id, sample_index FROM task_samples INDEXED BY task_samples_leased "
+    "JOIN task_groups ON number=group_number WHERE state=1 AND until_unix_s>?"
+)
+"""Samples that runners have."""
 OF_REQUEST = (
     "SELECT group_number, sample_index FROM task_samples INDEXED BY task_samples_request "
     "WHERE request=? AND pool=? AND runner=? AND state=1 ORDER BY group_number, sample_index"
@@ -83,6 +88,7 @@ QUERIES = {
     NEXT_FREE: ("p",),
     NEXT_READY: ("p",),
     EXPIRED: (0.0,),
+    LIVE: (0.0,),
     OF_LEASE: ("l",),
     OF_REQUEST: ("r", "p", "n"),
     RESULTS: ("p", 0, 1),

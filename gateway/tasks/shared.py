@@ -73,7 +73,6 @@ class SharedPromptPool(PromptPool):
         self._log = TaskLog(server)
         self._position = BEGIN
         self._born = ""  # the log that the position is in
-        self._ahead_s = 0.0  # of the Redis' clock
         self._waiting: deque[_Waiting] = deque()
         self._wake = asyncio.Event()
         self._loops = Supervisor()

@@ -342,7 +342,7 @@ async def _live(seed: int, rng: random.Random, last_bytes_s: float) -> list[Requ
             await part.open()
         state = FleetState(fleet_config)
         live = SessionRegistry(config, state, store, timeline, KnownGroups())
-        trainer = Trainer(config, live, buffer)
+        trainer = Trainer(config, state, live, buffer)
         async with contextlib.AsyncExitStack() as stack:
             fleet = await Fleet(config, state, timeline, trainer.admission, lent()).__aenter__()
             stack.push_async_callback(fleet.close)

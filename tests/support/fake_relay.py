@@ -29,6 +29,8 @@ class FakeRelay(pb_grpc.RelayServicer):
         self.leases: list[str] = []
         self.reports: list[tuple[int, str, str]] = []  # version, engine, why it was refused
         self.fallbacks: list[int] = []
+        self.others: dict[str, int] = {}  # other models, with their newest version
+        self.coming = 0  # a version on its way to it
         self.retain: int | None = None
         self.port = 0
         self.stop: Callable[[], Awaitable[None]]
@@ -56,6 +58,13 @@ class FakeRelay(pb_grpc.RelayServicer):
         self.num_listed += 1
         origin = {"store_id": self.store_id, "continues": self.continues}
         return pb.VersionsReply(versions=map(self._sealed, self.versions), **origin)  # type: ignore[arg-type]
+
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
+        models = {MODEL: max(self.versions, default=0), **self.others}
+        return pb.StatusReply(
+            models=[pb.ModelStatus(model=name, newest_sealed=newest) for name, newest in models.items() if newest],
+            transfers=[pb.TransferStatus(model=MODEL, version=self.coming)] if self.coming else [],
+        )
 
     def retire(self, version: int) -> None:
         self.versions.remove(version)

@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from gateway.core.types import Version
 from gateway.experience import ExperienceBuffer
+from gateway.fleet.fleet import Fleet
 from gateway.sessions.trainer import Trainer
 from gateway.store import Database
 from protos import packed
@@ -47,15 +49,15 @@ def trajectory(name: str, version: int = 1) -> Trajectory:
 
 
 class Door:
-    def __init__(self, buffer: ExperienceBuffer, trainer: Trainer) -> None:
-        self.buffer, self.trainer = buffer, trainer
+    def __init__(self, buffer: ExperienceBuffer, trainer: Trainer, fleet: Fleet) -> None:
+        self.buffer, self.trainer, self.fleet = buffer, trainer, fleet
         self.url = ""
 
 
 @pytest.fixture
 async def door() -> AsyncIterator[Door]:
     async with Database(None) as database, experience_app(database, staleness_max=3) as (app, stores, parts):
-        door = Door(stores.buffer, parts.trainer)
+        door = Door(stores.buffer, parts.trainer, parts.fleet)
         async with serving_app(app) as door.url:
             yield door
 
@@ -167,7 +169,52 @@ async def test_tokens_beyond_the_bound_are_masked_one_by_one(door: Door) -> None
         assert batch.pack().loss_mask.tolist() == [False, False, True]
         with pytest.raises(InvalidRequest, match="staleness_max"):
             await reader.sample(strategy="staleness_bounded", trajectories=1)
-    assert door.buffer.statistics().evicted_stale == 1
+    assert door.buffer.statistics().trajectories == 1, "what is too stale for this reader stays"
+
+
+async def test_a_peek_takes_no_lease_and_declares_no_batch(door: Door) -> None:
+    for name, version in (("a", 1), ("b", 2)):
+        await door.buffer.add(trajectory(name, version))
+    door.fleet.state.newest = Version(5)
+    async with AsyncExperienceReader(door.url, trainer_version=5) as reader:
+        seen = await reader.peek(trajectories=9)
+        assert [head.session_id for head in seen.heads] == ["b"], "the gateway's bound is 3"
+        assert len(await reader.peek(session_ids=["a", "b"], staleness_max=9)) == 2
+        with pytest.raises(InvalidRequest, match="has no lease"):
+            await reader.ack(seen)
+        with pytest.raises(InvalidRequest, match="peek takes no `wait_s`"):
+            await reader.peek(trajectories=1, wait_s=1)
+        assert (await reader.peek(groups=1, group_size=2)).why.startswith("1 too stale")
+        assert door.buffer.statistics().leased == door.buffer.statistics().evicted_stale == 0
+        assert door.trainer.status().reader is None
+    status, answer = await post(door.url, "/experience/peek", {"groups": 200, "group_size": 2})
+    assert (status, answer["error"]["param"]) == (400, "groups")
+
+
+async def test_a_second_reader_with_a_wrong_version_costs_nobody_else_anything(door: Door) -> None:
+    """No relay answers, so nothing can be said against it."""
+    for number in range(80):
+        await door.buffer.add(trajectory(f"s{number}", version=13))
+    wanted: dict[str, Any] = {"trajectories": 8, "wait_s": 0.01}
+    async with (
+        AsyncExperienceReader(door.url, reader="trainer", trainer_version=13) as trainer,
+        AsyncExperienceReader(door.url, reader="second", trainer_version=24) as second,
+    ):
+        await trainer.give_back(await trainer.sample(**wanted))
+        before, admission = door.buffer.statistics(), dataclasses.replace(door.trainer.status(), notes={})
+        nothing = await second.sample(**wanted)
+        assert not nothing
+        assert nothing.why == "80 too stale, the newest is 13 and you say 24"
+        told = door.trainer.status()
+        assert dataclasses.replace(told, notes={}) == admission
+        assert "80 too stale" in told.notes["second"]
+        assert "which no relay announced" in told.notes["second"]
+        assert door.buffer.statistics() == before
+        batch = await trainer.sample(**wanted)
+        assert [head.session_id for head in batch.heads] == [f"s{number}" for number in range(8)]
+        second.trainer_version = 13
+        assert len(await second.sample(**wanted)) == 8
+    assert "80 too stale" not in door.trainer.status().notes["second"]
 
 
 async def test_what_may_be_used_again_is_used_once_by_all_others(door: Door) -> None:

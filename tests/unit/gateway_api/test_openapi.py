@@ -124,6 +124,7 @@ async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
             ("get", "/experience/rows", "/experience/rows?after=0&limit=1", None),
             ("get", "/experience/rows/{number}", "/experience/rows/1", None),
             ("get", "/experience/statistics", "/experience/statistics", None),
+            ("post", "/experience/peek", "/experience/peek", {"trajectories": 1}),
             ("post", "/experience/sample", "/experience/sample", {**reader, "trajectories": 1}),
             ("post", "/experience/release", "/experience/release", ["lease_id"]),  # of the answer before it
             ("post", "/experience/sample", "/experience/sample", {**reader, "trajectories": 1}),

@@ -133,7 +133,7 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
         return Lost(reason, "a higher `max_version`; or name a `version`, which is loaded again")
     begun = group_version is not None and spec.group_size > 1  # what it lacks, its group's trajectories wait for
     if admission.full and _awaits_trainer(spec) and not begun:
-        reason = f"{admission.running} running and {admission.buffered} buffered trajectories wait for the trainer"
+        reason = admission.reason
         return Wait(reason, admission.next_batch_s, "trainer")
     open_ = [e for e in fleet.sorted_engines() if e.status == "serving" and e.intake_open]
     if spec.min_version or spec.max_version is not None:

@@ -10,25 +10,31 @@ from gateway.core.admission import READER_S, READERS_MAX, Readers, stranded, wai
 def test_a_look_decides_nothing_and_a_reader_that_waits_or_comes_again_does() -> None:
     readers = Readers()
     readers.requested("by hand", 1, None, 4, 0.0, waits=False)
-    assert readers.deciding(1.0) is None
+    assert not readers.counting(1.0)
     readers.requested("trainer", 32, None, 4, 1.0, waits=True)
     readers.requested("by hand", 1, None, 4, 2.0, waits=False)  # again: but it takes less
-    decides = readers.deciding(3.0)
-    assert decides is not None
+    decides = readers.counting(3.0)[0]
     assert (decides.name, decides.bound) == ("trainer", 160)
 
 
-def test_who_takes_most_decides_while_it_comes_and_the_last_one_when_none_does() -> None:
+def test_one_small_sample_under_the_trainers_name_lowers_nothing_and_a_second_one_does() -> None:
+    readers = Readers()
+    for now, batch in enumerate((64, 2, 64, 2)):
+        readers.requested("trainer", batch, None, 4, float(now), waits=True, version=now)
+        [found] = readers.counting(float(now))
+        assert (found.batch, found.version) == (64, now)
+    readers.requested("trainer", 2, None, 4, 5.0, waits=True)
+    assert [found.batch for found in readers.counting(5.0)] == [2]
+
+
+def test_who_takes_most_decides_while_it_comes_and_who_went_does_not_count() -> None:
     readers = Readers()
     readers.requested("large", 100, None, 0, 0.0, waits=True)
     readers.requested("small", 10, None, 1, READER_S, waits=True)
-    first, then = readers.deciding(READER_S), readers.deciding(READER_S + 1)
-    assert first is not None
-    assert then is not None
-    assert (first.name, then.name) == ("large", "small")
-    later = readers.deciding(READER_S * 9)
-    assert later is not None
-    assert later.name == "small", "a trainer that is away for long still bounds what is made for it"
+    assert [r.name for r in readers.counting(READER_S)] == ["large", "small"]
+    assert [r.name for r in readers.counting(READER_S + 1)] == ["small"]
+    assert [r.name for r in readers.counting(READER_S * 9, {"large"}.__contains__)] == ["large"], "a long step"
+    assert not readers.counting(READER_S * 9)
 
 
 def test_readers_are_bounded() -> None:

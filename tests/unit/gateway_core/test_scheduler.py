@@ -201,7 +201,7 @@ def test_the_trainer_is_given_no_more_than_its_bound_lets_it_use(
     ],
 )
 def test_only_sessions_for_the_trainer_wait_for_it(spec: dict[str, Any], waits: bool) -> None:
-    reason = "5 running and 3 buffered trajectories wait for the trainer"
+    reason = "5 running and 3 buffered trajectories reach the bound of 8"
     assert placed(demand(session(**spec)), fleet(opened("e0", 1)), FULL) == (reason if waits else "e0")
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from gateway.core.selection import (
     STRATEGIES,
+    Bound,
     Entry,
     Strategy,
     check_wanted,
     of_equal_rewards,
     ordered,
-    too_stale,
     whole_groups,
 )
 from protos.errors import InvalidRequest
@@ -60,9 +60,10 @@ def test_each_is_used_once_before_any_is_used_again(strategy: Strategy) -> None:
 
 def test_staleness_is_bounded_by_the_oldest_token_or_by_each() -> None:
     mixed = entry(1, versions={1: 900, 4: 3})
-    assert too_stale(mixed, 5, 2, by_token=False)
-    assert not too_stale(mixed, 5, 2, by_token=True), "its newest tokens are within the bound"
-    assert too_stale(mixed, 7, 2, by_token=True)
+    assert not Bound(5, 2).allows(mixed)
+    assert Bound(5, 2, by_token=True).allows(mixed), "its newest tokens are within the bound"
+    assert not Bound(7, 2, by_token=True).allows(mixed)
+    assert Bound(7).allows(mixed), "no bound"
 
 
 def test_groups_of_equal_rewards_are_found_by_all_leaves() -> None:

@@ -86,7 +86,7 @@ async def test_a_turn_that_waits_for_the_trainer_ends_no_hold(tmp_path: Path, mo
         waiting = asyncio.create_task(read(found.run()))
         await until(lambda: found.fleet.statistics().waiting_for, "who waits")
         [reason] = found.fleet.statistics().waiting_for
-        assert reason == "1 running and 0 buffered trajectories wait for the trainer"
+        assert reason == "1 running and 0 buffered trajectories reach the bound of 1"
         began = time.monotonic()
         await until(lambda: time.monotonic() - began > 0.2, "four times its worth")
         found.fleet.reconcile()

@@ -83,9 +83,9 @@ async def test_turns_that_wait_for_the_trainer_are_told_with_what_they_wait_for(
         asking = asyncio.create_task(http.post("/sessions/s1/v1/completions", json=body).__aenter__())
         await until(lambda: found.fleet.statistics().queued == 1, "a turn that waits")
         waiting = (await get(http, "/status"))["sessions"]["waiting_for"]
-        assert waiting == {"1 running and 0 buffered trajectories wait for the trainer": 1}
+        assert waiting == {"1 running and 0 buffered trajectories reach the bound of 1": 1}
         assert (
-            "1 turns wait: 1 running and 0 buffered trajectories wait for the trainer"
+            "1 turns wait: 1 running and 0 buffered trajectories reach the bound of 1"
             in (await status(found.url)).output
         )
         asking.cancel()

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 
+from gateway.core.types import Version
 from gateway.operate.metrics import STALENESS_MAX
 from tests.support.scripted_engine import MODEL, ScriptedEngine
 from tests.unit.gateway_api.test_status import gateway
@@ -41,14 +42,15 @@ async def sample(http: aiohttp.ClientSession, version: int, staleness_max: int) 
 
 
 async def test_trajectories_are_counted_by_what_became_of_them(tmp_path: Path) -> None:
-    async with ScriptedEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (_, http):
+    async with ScriptedEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (found, http):
         for name in ("one", "two", "three"):
             await finished(http, name)
         batch = await sample(http, version=5, staleness_max=4)
         told = await series(http)
         assert (told["buffered_trajectories"], told["leased_trajectories"]) == (2, 1)
         await post(http, "/experience/ack", lease_id=batch["lease_id"])
-        assert (await sample(http, version=30, staleness_max=4))["trajectories"] == []
+        found.fleet.state.newest = Version(30)
+        assert (await sample(http, version=30, staleness_max=40))["trajectories"] == []
         told = await series(http)
     assert told["trajectories_sampled_total"] == told["trajectories_acknowledged_total"] == 1
     assert told["trajectories_evicted_total reason=stale"] == 2

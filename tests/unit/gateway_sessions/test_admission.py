@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from gateway.core.admission import stranded
-from gateway.core.types import Version
+from tests.support.fake_relay import relay
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_api.test_status import gateway, get
 from tests.unit.gateway_sessions.test_rewards import post, turn
@@ -126,14 +126,42 @@ async def test_groups_are_looked_through_only_where_that_decides(
         assert looks
 
 
-async def test_a_trainer_version_that_cannot_be_makes_nothing_stale(tmp_path: Path) -> None:
-    """As when a step is passed for a version: all that was rolled out would be dropped for good, for every reader."""
+async def test_a_version_that_no_relay_announced_is_refused_by_name_and_makes_nothing_stale(tmp_path: Path) -> None:
+    """As when a step is passed for a version, or the weights went to a model of another name."""
     asked = {"reader": "r", "trajectories": 1, "trainer_version": 3}
-    async with ScriptedEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (found, http):
-        found.fleet.state.newest = Version(3)
-        await turn(http, "s", [5])
-        await post(http, "/sessions/s/finish", {"reward": 1.0})
-        told = await post(http, "/experience/sample", {**asked, "trainer_version": 90_000}, 400)
-        assert told["error"]["param"] == "trainer_version"
-        assert "the newest version here is 3" in told["error"]["message"]
-        assert len((await post(http, "/experience/sample", asked))["trajectories"]) == 1
+    async with relay() as (fake, address), ScriptedEngine("e0", version="3") as e0:
+        fake.publish(3)
+        fake.others = {"polciy": 24}
+        async with gateway(tmp_path, e0, relay=address) as (found, http):
+            await turn(http, "s", [5])
+            await post(http, "/sessions/s/finish", {"reward": 1.0})
+            refused = await post(http, "/experience/sample", {**asked, "trainer_version": 24}, 409)
+            assert refused["error"]["code"] == "version_unknown"
+            assert "version 24 of model 'policy': the newest is 3; relays have versions of polciy" in str(refused)
+            status = await get(http, "/status")
+            assert "version 24 of model 'policy'" in status["admission"]["notes"]["r"]
+            assert status["admission"]["reader"] is None
+            fake.coming = 4
+            assert (await post(http, "/experience/sample", {**asked, "trainer_version": 4}))["trajectories"], (
+                "on its way"
+            )
+            assert (await get(http, "/status"))["admission"]["notes"] == {}
+            await fake.stop()
+            await until(lambda: not found.fleet.relays.answering(), "no relay answers")
+            told = await post(http, "/experience/sample", {**asked, "trainer_version": 24})
+            assert told["why"] == "1 leased", "taken, since nothing can be said against it"
+            assert "no relay answers" in (await get(http, "/status"))["admission"]["notes"]["r"]
+
+
+async def test_the_first_batch_after_a_restart_is_within_the_bound_whatever_its_reader_says(tmp_path: Path) -> None:
+    async with relay() as (fake, address), ScriptedEngine("e0", version="3") as e0:
+        fake.publish(3)
+        async with gateway(tmp_path, e0, relay=address) as (_, http):
+            await turn(http, "s", [5])
+            await post(http, "/sessions/s/finish", {"reward": 1.0})
+        fake.publish(9)
+        async with gateway(tmp_path, e0, relay=address) as (_, http):
+            told = await post(http, "/experience/sample", {"reader": "r", "trajectories": 1, "trainer_version": 0})
+            assert told["trajectories"] == []
+            status = await get(http, "/status")
+            assert (status["buffer"]["evicted_stale"], status["trainer_version"]) == (1, 9)

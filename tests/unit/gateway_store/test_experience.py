@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.selection import Entry
+from gateway.core.selection import Bound, Entry
 from gateway.experience import ExperienceBuffer
 from gateway.experience.buffer import Evicted
 from gateway.experience.leases import BufferState, holder
@@ -107,7 +108,7 @@ async def test_a_session_with_branches_counts_as_one_and_comes_whole(buffer: Exp
     assert buffer.statistics().leased == await buffer.ack(lease) == 1
     assert names(await sample(buffer, "trainer", trajectories=2, trainer_version=5)) == ["b"]
     await buffer.add(*leaves)
-    await sample(buffer, "trainer", trajectories=1, trainer_version=5, staleness_max=2)
+    await sample(buffer, "trainer", trajectories=1, trainer_version=5, own=Bound(5, 2))
     assert buffer.statistics().evicted_stale == 1, "as stale as its oldest leaf"
 
 
@@ -200,12 +201,49 @@ async def test_named_sessions_only_and_it_waits_for_all_of_them(buffer: Experien
     assert buffer.statistics().trajectories == 1
 
 
-async def test_over_stale_ones_are_dropped_and_counted(buffer: ExperienceBuffer) -> None:
+async def test_beyond_the_buffers_own_bound_they_are_dropped_and_counted(buffer: ExperienceBuffer) -> None:
     await buffer.add(trajectory("old", version=1))
     await buffer.add(trajectory("new", version=3))
-    got = await sample(buffer, "t", trajectories=2, trainer_version=4, staleness_max=1)
+    got = await sample(buffer, "t", trajectories=2, trainer_version=4, own=Bound(4, 1))
     assert names(got) == ["new"]
     assert buffer.statistics().evicted_stale == 1
+
+
+async def test_a_readers_bound_filters_its_answer_and_leaves_all_to_the_others(buffer: ExperienceBuffer) -> None:
+    for name, version in (("old", 1), ("new", 3)):
+        await buffer.add(trajectory(name, version=version))
+    wanted: dict[str, Any] = {"trajectories": 2, "trainer_version": 9, "own": Bound(3, 4, by_token=True)}
+    strict = await buffer.sample("strict", staleness_max=0, **wanted)
+    assert (strict.rows, strict.stale) == ((), 2)
+    assert strict.why == "2 too stale, the newest is 4 and you say 9"
+    assert buffer.num_unused() == 2
+    assert buffer.num_unused([Bound(4, 1), Bound(4, 0)]) == 1
+    assert names(await sample(buffer, "t", **wanted)) == ["old", "new"]
+    nothing = await buffer.sample("late", staleness_max=0, **wanted)
+    assert nothing.why == "2 leased"
+    assert buffer.statistics().evicted_stale == 0
+
+
+async def test_an_empty_answer_counts_what_is_there(buffer: ExperienceBuffer) -> None:
+    assert (await buffer.sample("t", trajectories=1, trainer_version=1)).why == "no trajectory waits"
+    for name, group, version in (("a", "g", 1), ("b", "h", 5), ("c", "i", 5)):
+        await buffer.add(trajectory(name, group=group, version=version))
+    lease, _ = await sample(buffer, "t", session_ids=["c"], trainer_version=6, uses_max=2)
+    await buffer.ack(lease)
+    nothing = await buffer.sample("t", groups=1, group_size=2, trainer_version=6, staleness_max=2)
+    assert nothing.why == (
+        "1 too stale: more than 2 versions behind 6; 1 used before; 1 too few, or in groups that lack members"
+    )
+    assert (await buffer.peek(Bound(6), session_ids=["nobody"])).why == "no trajectory waits"
+
+
+async def test_a_peek_leaves_all_as_it_is(buffer: ExperienceBuffer) -> None:
+    for name, version in (("old", 1), ("new", 3)):
+        await buffer.add(trajectory(name, version=version))
+    found = await buffer.peek(Bound(4, 2), trajectories=2, strategy="newest")
+    assert (found.lease_id, found.trajectories()) == ("", [trajectory("new", version=3)])
+    statistics = buffer.statistics()
+    assert (statistics.trajectories, statistics.leased, statistics.sampled) == (2, 0, 0)
 
 
 async def test_room_is_made_from_the_oldest_and_never_from_what_is_leased(buffer: ExperienceBuffer) -> None:
@@ -281,7 +319,7 @@ async def test_a_restart_keeps_trajectories_and_leases(tmp_path: Path) -> None:
             st.tuples(st.just("groups"), st.integers(1, 2)),
             st.tuples(st.just("ack"), st.integers(0, 9)),
             st.tuples(st.just("lapse"), st.integers(0, 9)),
-            st.tuples(st.just("declare"), st.integers(0, 6)),
+            st.tuples(st.just("announce"), st.integers(0, 6)),
         ),
         max_size=60,
     )
@@ -306,9 +344,13 @@ def test_bookkeeping_keeps_its_invariants(events: list[tuple[str, int]]) -> None
         elif kind == "lapse":
             state.lapse(now)
             assert (state.next_lapse() or now + 1) > now
-        elif kind == "declare":
-            evicted += len(state.declare(value, 2))
+        elif kind == "announce":
+            evicted += len(state.evict_stale(Bound(value, 2)))
             assert not any(state.is_stale(e) for e in state.free.values())
+        bounds = [Bound(value, 1), Bound(value, 2, by_token=True)]
+        within = [e for e in state.free.values() if not e.uses and any(bound.allows(e) for bound in bounds)]
+        assert state.num_unused(bounds) == len(within)
+        assert state.groups_within(bounds) == Counter(e.group_id for e in within)
         held = [s for lease in state.leases.values() for s in lease.entries]
         assert len(held) == len(set(held))
         assert not set(held) & set(state.free)
@@ -451,9 +493,9 @@ async def test_a_rank_that_waits_gets_its_groups_when_the_last_member_comes(buff
 
 
 async def test_what_comes_too_stale_is_evicted_while_a_rank_waits(buffer: ExperienceBuffer) -> None:
-    wanted: dict[str, Any] = {"trajectories": 3, "trainer_version": 9, "staleness_max": 2, "wait_s": 60.0}
+    wanted: dict[str, Any] = {"trajectories": 3, "trainer_version": 9, "own": Bound(9, 2), "wait_s": 60.0}
     waiting = asyncio.create_task(sample(buffer, "r", **wanted))
-    await until(lambda: bool(buffer._state.staleness_max), "a waiting rank")
+    await until(lambda: bool(buffer._state.own.version), "a waiting rank")
     await buffer.add(trajectory("old", version=1))
     await until(lambda: buffer.statistics().evicted_stale == 1, "an eviction")
     assert not waiting.done()

@@ -76,7 +76,7 @@ async def test_an_agent_is_told_to_come_back_when_the_trainer_has_enough(tmp_pat
             async with http.post("/v1/completions", json=body | {"session_id": "s2"}) as refused:
                 assert refused.status == 429
                 assert int(refused.headers["Retry-After"]) >= 1
-                assert "wait for the trainer" in (await refused.json())["error"]["message"]
+                assert "reach the bound" in (await refused.json())["error"]["message"]
             async with http.post("/v1/completions", json=body | {"session_id": "s1", "prompt": [7]}) as going_on:
                 assert going_on.status == 200, "who was admitted goes on"
             async with http.post("/sessions/s0/finish", json={"reward": 1.0}):
@@ -111,7 +111,7 @@ async def test_the_bound_outlives_the_gateway_though_its_trainer_is_not_back(tmp
                         assert finished.status == 200
                 async with http.post(f"/sessions/new{life}/v1/completions", json=body) as refused:
                     assert refused.status == 429, (life, await refused.text())
-                    assert "wait for the trainer" in (await refused.json())["error"]["message"]
+                    assert "reach the bound" in (await refused.json())["error"]["message"]
             await found.close(1.0)
 
 
