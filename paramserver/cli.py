@@ -431,9 +431,10 @@ def push(
 ) -> None:
     """Publishes a checkpoint DIRECTORY as the next version of a model, as it is.
 
-    Tensors come from its safetensors files. Configuration, tokenizer, chat template and generation defaults (*.json,
-    *.jinja, *.txt, *.model, *.tiktoken, *.py) ride along, so that a relay's snapshot opens with `from_pretrained`.
-    Subdirectories, optimizer states and pickled weights stay behind.
+    Tensors come from model.safetensors, the files that its index names, or the only set of numbered files.
+    Configuration, tokenizer, chat template and generation defaults (*.json, *.jinja, *.txt, *.model, *.tiktoken, *.py)
+    ride along, so that a relay's snapshot opens with `from_pretrained`.
+    Subdirectories, adapters, optimizer states and pickled weights stay behind.
 
     Refused while another publisher, such as a trainer, is connected to that model.
 

@@ -66,7 +66,7 @@ async def push(
             holders = await ticket.holders()
     console.print(
         f"{model} version {ticket.version} (step {step}, run {run}) is sealed, on {', '.join(holders)}: "
-        f"{len(tensors)} tensors, {show_bytes(sum(sizes))}, and {_named(files)}"
+        f"{len(tensors)} tensors, {show_bytes(sum(sizes))}, and {_named(files)}{_left(checkpoint.left_behind)}"
     )
 
 
@@ -81,3 +81,7 @@ def _counted(source: TensorSource, count: Callable[[int], None]) -> Callable[[],
 
 def _named(files: tuple[FileSource, ...]) -> str:
     return ", ".join(file.name for file in files) or "no other files"
+
+
+def _left(names: tuple[str, ...]) -> str:
+    return f"; not of its weights, and left behind: {', '.join(names)}" if names else ""

@@ -137,8 +137,8 @@ def check_step(step: int) -> int:
         number = operator.index(step)
     except TypeError as error:
         raise InvalidRequest(f"step is {step!r}", hint="give a whole number") from error
-    if not -INT64_MAX <= number <= INT64_MAX:
-        raise InvalidRequest(f"step is {number}", hint="give a number of at most 63 bits")
+    if not 0 <= number <= INT64_MAX:
+        raise InvalidRequest(f"step is {number}", hint="give the trainer's step, from 0 on and of at most 63 bits")
     return number
 
 

@@ -88,7 +88,7 @@ def test_push_refuses_by_name_and_its_help_teaches(relays: Relays, tmp_path: Pat
     daemon = relays.start("a")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     said = paramserver("push", str(tmp_path), "--relay", daemon.ready["grpc"], "--model", "policy", rc=1)
-    assert "holds no *.safetensors file, only pytorch_model.bin" in said
+    assert "holds no *.safetensors file with weights, only pytorch_model.bin" in said
     shown = " ".join(paramserver("push", "--help").split())
     for words in ("paramserver push ./", "from_pretrained", "--copies", "Refused while another publisher"):
         assert words in shown

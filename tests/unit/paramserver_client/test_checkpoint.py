@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from paramserver.client import plain_files, read_checkpoint
+from paramserver.client import checkpoint, plain_files, read_checkpoint
 from protos.errors import Corrupt, InvalidRequest, LaminarError
 
 TENSORS = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.arange(5, dtype=np.uint8), "e": np.zeros((0, 2))}
@@ -25,11 +28,130 @@ def test_tensors_are_read_when_they_are_due_from_one_file_or_those_of_an_index(t
     for source in one.tensors:
         assert source.shape == TENSORS[source.name].shape
         assert bytes(source.read()) == TENSORS[source.name].tobytes()
-    save_file({"a": TENSORS["a"]}, tmp_path / "x.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    for name in ("x", "y"):
+        save_file({"a": TENSORS["a"]}, tmp_path / f"{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}))
     with pytest.raises(InvalidRequest, match=r"'a' stands in two files.*model.safetensors.index.json"):
         read_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    index.write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
     assert [source.name for source in read_checkpoint(tmp_path).tensors] == ["a"]
+    assert read_checkpoint(tmp_path).left_behind == ("y.safetensors",)
+
+
+@pytest.mark.parametrize(
+    ("names", "weights"),
+    [
+        (["model", "consolidated"], ["model"]),
+        (["model", "adapter_model", "optimizer", "optimizer_0"], ["model"]),
+        (["pytorch_model", "adapter_model", "random_states_0"], ["pytorch_model"]),
+        (["m-00001-of-00002", "m-00002-of-00002", "optimizer"], ["m-00001-of-00002", "m-00002-of-00002"]),
+        (["m-00001-of-00002", "optimizer"], "holds m-00001-of-00002.safetensors, and neither"),
+        (["m-00001-of-00003", "m-00003-of-00003"], "neither model.safetensors nor an .*index.json says which"),
+        (["weights", "consolidated"], "holds consolidated.safetensors, weights.safetensors, and neither"),
+        (["adapter_model"], "no .* with weights, only adapter_model.safetensors .*merge_and_unload"),
+    ],
+)
+def test_of_several_files_the_models_own_are_taken_or_it_is_refused(
+    tmp_path: Path, names: list[str], weights: list[str] | str
+) -> None:
+    for name in names:
+        save_file({f"in {name}": TENSORS["a"]}, tmp_path / f"{name}.safetensors")
+    if isinstance(weights, str):
+        with pytest.raises(InvalidRequest, match=weights):
+            read_checkpoint(tmp_path)
+        return
+    found = read_checkpoint(tmp_path)
+    assert [source.name for source in found.tensors] == [f"in {name}" for name in weights]
+    assert set(found.left_behind) == {f"{name}.safetensors" for name in {*names} - {*weights}}
+
+
+def test_an_index_beside_a_file_that_it_does_not_name_is_refused(tmp_path: Path) -> None:
+    for name in ("model", "x"):
+        save_file({"a": TENSORS["a"]}, tmp_path / f"{name}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    with pytest.raises(InvalidRequest, match=r"model.safetensors, and an .*out of date"):
+        read_checkpoint(tmp_path)
+
+
+def rewritten(path: Path, content: bytes) -> None:
+    """In its place, and later than whatever the clock of the file system can tell apart."""
+    later = path.stat().st_mtime + 1.0
+    path.write_bytes(content)
+    os.utime(path, (later, later))
+
+
+@pytest.mark.parametrize("kind", ["weights", "plain"])
+def test_a_file_that_is_replaced_stays_as_it_was_and_one_that_is_written_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": TENSORS["a"]}, path)
+    before = path.read_bytes()
+
+    def source() -> Callable[[], memoryview]:
+        found = plain_files({"x": path}) if kind == "plain" else read_checkpoint(tmp_path).tensors
+        return found[0].read
+
+    read = source()
+    (tmp_path / "new").write_bytes(before[::-1])
+    (tmp_path / "new").rename(path)
+    assert bytes(read()) == (before if kind == "plain" else TENSORS["a"].tobytes())
+    path.write_bytes(before)
+    read = source()
+    rewritten(path, before[::-1])
+    with pytest.raises(InvalidRequest, match=r"model\.safetensors changed while it was read"):
+        read()
+    del read
+    gc.collect()
+    assert not [link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in _target(link)], "all are closed"
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:  # the one by which the folder is read
+        return ""
+
+
+def test_files_of_two_saves_are_not_taken_for_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        save_file({f"t{number}": TENSORS["a"]}, tmp_path / f"m-0000{number}-of-00002.safetensors")
+    read_head = checkpoint._read_head
+
+    def then_saved_again(path: Path, *args: Any) -> Any:
+        found = read_head(path, *args)
+        if "00001" in path.name:
+            (tmp_path / "new").write_bytes(path.read_bytes())
+            (tmp_path / "new").rename(path)
+        return found
+
+    monkeypatch.setattr(checkpoint, "_read_head", then_saved_again)
+    with pytest.raises(InvalidRequest, match=r"m-00001-of-00002\.safetensors changed while it was read"):
+        read_checkpoint(tmp_path)
+
+
+def _pipe(directory: Path) -> Path:
+    os.mkfifo(directory / "pipe")
+    return directory / "pipe"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda _: {"x": 5}, "files has a int for 'x' .*bytes, text, or the Path"),
+        (lambda _: {"x": None}, "files has a NoneType for 'x'"),
+        (lambda _: {"x": Path("/dev/zero")}, "/dev/zero is no regular file"),
+        (lambda directory: {"x": _pipe(directory)}, "pipe is no regular file"),
+        (lambda directory: {"x": directory}, "is no regular file"),
+        (lambda _: {"x": "half a pair: \ud800"}, "the content of 'x' is .* not valid Unicode"),
+        (lambda _: {"\ud800": "x"}, "a file's name is .* not valid Unicode"),
+    ],
+)
+def test_what_is_no_content_of_a_file_is_refused_by_name(
+    tmp_path: Path, make: Callable[[Path], Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        plain_files(make(tmp_path))
 
 
 def head(entries: object, data: bytes = b"") -> bytes:
@@ -79,7 +201,7 @@ def _shrunk(directory: Path) -> None:
     [
         (_pickled, r"only pytorch_model.bin .*save_pretrained"),
         (_escaping, "outside of its directory"),
-        (_shrunk, "bytes too soon"),
+        (_shrunk, "changed while it was read"),
         (lambda directory: read_checkpoint(directory / "none"), "is no directory"),
     ],
 )
@@ -93,7 +215,15 @@ def test_other_directories_are_refused_by_what_they_lack(
 def test_plain_files_are_those_that_a_model_opens_with(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", "tokenizer.model", "model.py", "merges.txt"):
         (tmp_path / name).write_text(name)
-    for name in ("trainer_state.json", "model.safetensors", "model.safetensors.index.json", ".x.json", "o.pt", "R.md"):
+    for name in (
+        "trainer_state.json",
+        "adapter_config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        ".x.json",
+        "o.pt",
+        "R.md",
+    ):
         (tmp_path / name).write_text("left behind")
     (tmp_path / "sub.json").mkdir()
     found = plain_files(tmp_path)

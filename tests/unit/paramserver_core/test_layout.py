@@ -137,7 +137,8 @@ def test_a_label_that_no_message_can_carry_is_refused_by_name() -> None:
         check_step(1 << 70)
     with pytest.raises(InvalidRequest, match=r"step is 1\.5.*whole number"):
         check_step(1.5)  # type: ignore[arg-type]
-    assert check_step(-3) == -3
+    with pytest.raises(InvalidRequest, match=r"step is -1 .*from 0 on"):
+        check_step(-1)
 
 
 def test_a_tensor_of_more_dimensions_than_any_library_has_is_refused() -> None:
