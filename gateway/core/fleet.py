@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from gateway.core.curves import SECONDS_PER_TOKEN, DecodeCurve, KvCeiling
+from gateway.core.faults import Faults
 from gateway.core.groups import GroupVersions
 from gateway.core.order import Load, LoadOrder, Pool
 from gateway.core.pinned import PinnedVersions
@@ -173,9 +174,10 @@ class EngineState:
     good: Version = NO_VERSION  # the newest that it has held whole: to go back to, and kept by its relay for that
     bad: frozenset[Version] = frozenset()  # given up by this incarnation, the newest `BAD_MAX`
     given_up: Version = NO_VERSION  # failed to load too often: the one before it serves until a newer one is there
-    suspected: bool = (
-        False  # a connection to it broke: no turn goes there before it has answered as the same incarnation
-    )
+    suspected: bool = False  # no turn goes there before it has answered as the same incarnation
+    suspicion: str = ""  # why it stays suspected for longer than until its next answer
+    faults: Faults = field(default_factory=Faults)
+    seeds: bool = True  # it samples by seeds
     must_load: bool = False  # it joined fenced: whatever its label, its weights may be mixed
     poll_error: str = ""  # of the last poll, if that failed
     load_error: str = ""  # of a load, until a version that is wanted was loaded
@@ -219,7 +221,7 @@ class EngineState:
     @property
     def last_error(self) -> str:
         """What keeps the engine from serving now; past errors are on the timeline."""
-        return self.poll_error or self.load_error
+        return self.poll_error or self.suspicion or self.load_error
 
     @property
     def holding(self) -> Holding:
@@ -234,13 +236,14 @@ class EngineState:
         self.version, self.must_load = version, False
         self.good = max(self.good, version)
         self.load_failures, self.refresh_not_before = 0, 0.0
+        self.faults = Faults()
         if self.given_up == NO_VERSION or version > self.given_up:  # else it serves less than it should
             self.load_error = ""
 
     def begin_anew(self) -> None:
         """Another incarnation: what failed before may work now."""
         self.load_failures, self.given_up, self.load_error = 0, NO_VERSION, ""
-        self.tried, self.bad = NO_VERSION, frozenset()
+        self.tried, self.bad, self.faults = NO_VERSION, frozenset(), Faults()
 
     def give_up(self, version: Version) -> None:
         """The version does not load here; the one before it serves until a newer one is there."""
@@ -259,6 +262,9 @@ class EngineState:
         self.status = status
         if status != "serving":
             self.intake_open = self.suspected = False
+            self.suspicion = ""
+        if status == "dead":  # what it reported last is not so any more
+            self.kv_usage, self.running_reported, self.waiting_reported, self.admitted = 0.0, 0, 0, 0
 
     def open_intake(self, now: float) -> None:
         self.intake_open, self.intake_opened_at, self.admitted, self.below_since = True, now, 0, None

@@ -28,7 +28,7 @@ def closed_reason(fleet: FleetState, engine: EngineState, now: float) -> str:
 
 def closed_reasons(fleet: FleetState, now: float) -> str:
     """The reasons of all engines, in one sentence; empty if one of them takes new sessions."""
-    if any(e.status == "serving" and e.intake_open for e in fleet.engines.values()):
+    if any(e.status == "serving" and e.intake_open and not e.suspicion for e in fleet.engines.values()):
         return ""
     reasons = [
         f"engine {e.name} {why[:REASON_CHARS_MAX]}"
@@ -58,7 +58,7 @@ def _joining(engine: EngineState, now: float) -> str:
 
 def _serving(fleet: FleetState, engine: EngineState, now: float) -> str:
     if engine.suspected:
-        return "is being polled again, because a connection to it broke"
+        return engine.suspicion or "is being polled again, because a connection to it broke"
     if engine.intake_open:
         return ""
     held = hold(fleet, engine, now)

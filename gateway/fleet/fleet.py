@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.event_size import mean_pace
+from gateway.core.faults import soonest_s
 from gateway.core.fleet import EngineState, FleetState
 from gateway.core.intake import intake_changes
 from gateway.core.reasons import closed_reason
 from gateway.core.refresh import refresh_decisions
 from gateway.core.scheduler import Admission
-from gateway.core.types import NO_VERSION, EngineName, Version
-from gateway.engines.base import AdapterContext, EngineFailed, engine_tls
+from gateway.core.types import NO_VERSION, EngineName, TurnId, Version
+from gateway.engines.base import AdapterContext, CutReason, EngineFailed, StreamCut, engine_tls
 from gateway.engines.kinds import connect
 from gateway.fleet.announcements import Announcements
 from gateway.fleet.claims import START_PATIENCE_S, ClaimStore, EngineClaims
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 """How late the expiry of an age or of a hold may be noticed."""
+FAULTS: frozenset[CutReason] = frozenset({"protocol", "server_error", "early_end"})
+"""Cuts for which an engine is to blame, and neither its end nor a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +230,28 @@ class Fleet:
         handle = self.handles.get(engine)
         if handle is not None:
             handle.suspect()
+
+    def failed(self, engine: EngineName, turn_id: TurnId, cut: StreamCut) -> None:
+        """A turn was cut there: the engine is suspected, and out for a while if turn after turn fails."""
+        handle = self.handles.get(engine)
+        if handle is None:
+            return
+        handle.suspect()
+        out_s = handle.state.faults.failed(turn_id, time.monotonic()) if cut.reason in FAULTS else 0.0
+        if out_s:
+            handle.shun(f"turn after turn failed on it, so it gets none for {out_s:g} s; the last: {cut}")
+            asyncio.get_running_loop().call_later(out_s, handle.poll_now.set)
+
+    def ended_well(self, engine: EngineName) -> None:
+        """A turn did there."""
+        state = self.state.engines.get(engine)
+        if state is not None:
+            state.faults.ended_well()
+
+    def out_s(self) -> float:
+        """Until an engine takes turns on which not turn after turn failed; 0 if there is one, or may be."""
+        faults = [engine.faults for engine in self.state.engines.values() if engine.status != "dead"]
+        return soonest_s(faults, time.monotonic())
 
     def decoded(self, engine: EngineName, num_tokens: int, seconds: float) -> None:
         """Measured: so many tokens of one turn came `seconds` after those before them."""

@@ -55,6 +55,24 @@ class EngineHandle:
         self.state.suspected = self.state.status == "serving"
         self.poll_now.set()
 
+    def shun(self, why: str) -> None:
+        """It gets no turn before a later poll shows that `why` is over."""
+        state = self.state
+        if state.status != "serving":
+            return
+        if state.suspicion != why:
+            log.warning("engine %s gets no turns: %s", state.name, why, extra=about(engine=state.name))
+            self.timeline.add("engine", engine=state.name, state="suspected", reason=why)
+        state.suspected, state.suspicion = True, why
+
+    def trust(self) -> None:
+        """It gets turns again."""
+        state = self.state
+        if state.suspicion:
+            log.info("engine %s gets turns again", state.name, extra=about(engine=state.name))
+            self.timeline.add("engine", engine=state.name, state=state.status, reason="it gets turns again")
+        state.suspected, state.suspicion = False, ""
+
     async def close(self) -> None:
         """Ends its tasks and connections, also when the caller is cancelled meanwhile."""
         tasks = [task for task in (self.watch, self.tether, self.refresh) if task is not None]

@@ -177,11 +177,14 @@ class TextProxy:
             if status >= 400 and not refuses(status):
                 raise StreamCut("server_error", f"{state.url} answered {status}: {_shown(first)}")
         except StreamCut as cut:
-            self._suspect(forwarded, cut)
+            self._note_cut(forwarded, demand.turn_id, cut)
             raise
-        return Relayed(status, content_type, engine, forwarded.version, first, self._rest(forwarded, answer, first))
+        rest = self._rest(forwarded, demand.turn_id, answer, first)
+        return Relayed(status, content_type, engine, forwarded.version, first, rest)
 
-    async def _rest(self, forwarded: _Forwarded, answer: PassedAnswer, first: bytes) -> AsyncIterator[bytes]:
+    async def _rest(
+        self, forwarded: _Forwarded, turn_id: TurnId, answer: PassedAnswer, first: bytes
+    ) -> AsyncIterator[bytes]:
         tail = first[-TAIL_BYTES:]
         try:
             while data := await answer.some():
@@ -189,15 +192,16 @@ class TextProxy:
                 yield data
             if not tail.rstrip().endswith(b"[DONE]"):
                 raise StreamCut("early_end", f"engine {forwarded.engine} ended the stream before its end")
+            self._fleet.ended_well(forwarded.engine)
         except StreamCut as cut:
             self._failed += 1
-            self._suspect(forwarded, cut)
+            self._note_cut(forwarded, turn_id, cut)
             raise
 
-    def _suspect(self, forwarded: _Forwarded, cut: StreamCut) -> None:
-        """Suspects its engine, unless the cut was made here."""
+    def _note_cut(self, forwarded: _Forwarded, turn_id: TurnId, cut: StreamCut) -> None:
+        """Its engine failed it, unless the cut was made here."""
         if cut is not forwarded.cut:
-            self._fleet.suspect(forwarded.engine)
+            self._fleet.failed(forwarded.engine, turn_id, cut)
 
     def _after(self, cut: StreamCut, engine: EngineName, demand: TextDemand, tries: int) -> TextDemand:
         """What the next try needs. Raises Unavailable when there were enough of them."""

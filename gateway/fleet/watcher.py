@@ -4,13 +4,15 @@ Invariants:
 - an engine that responds as another incarnation, or with another version label than the one that was loaded, serves no
   more before it has joined anew;
 - a suspected engine serves again only after a response to a request that was sent after the suspicion: a response to
-  an earlier one may have been on its way when the engine died.
+  an earlier one may have been on its way when the engine died. One that says itself that it is not ready, or on which
+  turn after turn failed (`gateway.core.faults`), stays suspected until that is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ PROBE_TEXT = 'The quick brown fox: def f(x): return x**2 + 0x1F, "naïve café",
 """Words, code, numbers and several scripts."""
 SAME_SHARE = 0.5
 """Share of ids that two tokenizers have in common if they are the same: libraries differ at a text's first space."""
+NOT_READY = "it says that it is not ready: it was paused, or ends once its last turn has ended"
 POLL_AGAIN_S = 0.2
 """After a poll that failed. The engine counts as dead only after `dead_after_polls` of them."""
 
@@ -108,6 +111,8 @@ class EngineWatcher:
         state.waiting_reported = report.waiting
         self._state.kv_ceiling(state).observe(report.kv_usage, report.running, report.waiting)
         restarted = state.incarnation != report.incarnation
+        if not report.ready:
+            handle.shun(NOT_READY)
         if restarted:
             state.dtype, handle.dtype_requests = "", 0
         await self._request_dtype(handle)
@@ -118,7 +123,7 @@ class EngineWatcher:
             return  # its refresh fails by itself and fences it; the next poll goes on from there
         relabelled = state.status == "serving" and version_of(limits.weight_version) != state.version
         if state.status == "serving" and not restarted and not relabelled:
-            self._trust(handle)
+            self._trust(handle, report)
             return
         if (restarted or relabelled) and state.status not in ("dead", "joining"):
             what = "it was restarted" if restarted else f"it reports {limits.weight_version!r}, not {state.version}"
@@ -149,6 +154,7 @@ class EngineWatcher:
         state.kv_capacity_tokens = limits.kv_capacity_tokens
         state.version = version_of(limits.weight_version)
         state.must_load = limits.fenced
+        state.seeds = limits.seeds
         if state.status == "dead":
             fenced = "fenced: it must load before it serves" if state.loads else "paused: it serves once it is resumed"
             handle.to("joining", f"responds; {fenced if limits.fenced else f'holds version {state.version}'}")
@@ -157,11 +163,12 @@ class EngineWatcher:
         self.settle(handle)
         self._reconcile()
 
-    def _trust(self, handle: EngineHandle) -> None:
+    def _trust(self, handle: EngineHandle, report: EngineReport) -> None:
         """It responded as the same incarnation, and no connection broke since this poll began: `poll_now` would be set
         then, and this response may have been sent before the break."""
-        if handle.state.suspected and not handle.poll_now.is_set():
-            handle.state.suspected = False
+        out = handle.state.faults.left_s(time.monotonic()) > 0
+        if handle.state.suspected and report.ready and not out and not handle.poll_now.is_set():
+            handle.trust()
             self._reconcile()
 
     def settle(self, handle: EngineHandle) -> None:

@@ -80,7 +80,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     available: int
     loads: bool
-    state: EngineStatus | Literal["draining"]
+    state: EngineStatus | Literal["draining", "suspected"]
     intake: Literal["open", "closed"]
     admitted: int
     running: int

@@ -90,7 +90,7 @@ class GatewayStatus:
 
     def health(self) -> Health:
         """Healthy while an engine serves and the store can be written."""
-        serving = [e.name for e in self._fleet.state.sorted_engines() if e.status == "serving"]
+        serving = [e.name for e in self._fleet.state.sorted_engines() if e.status == "serving" and not e.suspicion]
         reasons = [] if serving else ["no engine serves"]
         if failure := self._database.failure:
             reasons.append(f"the store cannot be written: {failure}")
@@ -197,8 +197,11 @@ def _summary(plan: Plan) -> PlanSummary:
     return PlanSummary(plan.version, plan.num_moves, [freed.engine for freed in plan.freed], plan.reasons)
 
 
-def _state(engine: EngineState) -> EngineStatus | Literal["draining"]:
-    """`draining`: it serves what it has, takes no new sessions, and a newer version waits for it."""
+def _state(engine: EngineState) -> EngineStatus | Literal["draining", "suspected"]:
+    """`draining`: it serves what it has, takes no new sessions, and a newer version waits for it. `suspected`: it gets
+    no turns for the reason that it has."""
+    if engine.suspicion:
+        return "suspected"
     if engine.status == "serving" and not engine.intake_open and engine.newer:
         return "draining"
     return engine.status

@@ -142,8 +142,9 @@ def _bar(name: str, part: int, whole: int, text: str, style: str) -> Text:
 
 
 def _versions(engines: Sequence[Mapping[str, Any]]) -> RenderableType:
+    engines = [engine for engine in engines if engine["state"] != "dead"]
     if not engines:
-        return Text("no engine yet")
+        return Text("no engine answers")
     by = Counter(engine["version"] for engine in engines)
     running = Counter[int]()
     for engine in engines:

@@ -25,6 +25,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from gateway.core.curves import Gaps
+from gateway.core.faults import WAIT_MAX_S, Cuts
 from gateway.core.fleet import TurnLoad
 from gateway.core.parameters import required, truncating
 from gateway.core.prefixes import chain
@@ -46,8 +47,6 @@ from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
-CUTS_MAX = 20
-"""Cuts after which a turn is lost: another engine does not help against whatever is wrong."""
 CUT_BACKOFF_S = 0.05
 CUT_BACKOFF_MAX_S = 1.0
 
@@ -162,7 +161,7 @@ class Driver:
         wait_s = config.placement_timeout_s if self._record.segments else config.queue_timeout_s
         placement = await self._fleet.places.place(self._demand(), resumed=self._resumed, timeout_s=wait_s)
         cause: SegmentCause = "cut" if self._record.segments else "start"
-        cuts = 0
+        cuts = Cuts()
         while True:
             try:
                 await self._stay(placement, cause)
@@ -172,15 +171,17 @@ class Driver:
                 placement = await self._go_on(departed.departure)
             except StreamCut as cut:
                 self.over()
-                cause, cuts = "cut", cuts + 1
+                cause, why = "cut", cuts.add(placement.engine, len(self._record.token_ids))
                 self._note_cut(placement.engine, cut)
                 if not self._transcript.complete:
                     if (known := tied_by(self._request.sampling)) and self._record.token_ids:
-                        why = f"no other engine knows {known} after {len(self._record.token_ids)} tokens"
-                        raise self.lost(f"it cannot go on elsewhere, for {why}: {cut}") from cut
-                    if cuts >= CUTS_MAX:
-                        raise self.lost(f"its stream was cut {cuts} times, last by {cut}") from cut
-                    await asyncio.sleep(min(CUT_BACKOFF_MAX_S, CUT_BACKOFF_S * 2 ** (cuts - 1)))
+                        tokens = f"{len(self._record.token_ids)} tokens"
+                        why = f"it cannot go on elsewhere, for no other engine knows {known} after {tokens}"
+                    elif not why and self._fleet.out_s() > WAIT_MAX_S:
+                        why = "turn after turn fails on every engine"
+                    if why:
+                        raise self.lost(f"{why}; the last: {cut}") from cut
+                    await asyncio.sleep(min(CUT_BACKOFF_MAX_S, CUT_BACKOFF_S * 2 ** (cuts.num - 1)))
                     demand = dataclasses.replace(self._demand(), avoid=frozenset({placement.engine}))
                     placement = await self._fleet.places.place(
                         demand, resumed=True, timeout_s=config.placement_timeout_s
@@ -322,6 +323,7 @@ class Driver:
             self._audience.start()
             await stream.deliver(self._take)
         assert self._last is not None
+        self._fleet.ended_well(engine)
         if not self._transcript.check_version(self._last):
             self._fleet.suspect(engine)
         self._record.finish_reason = self._transcript.finish
@@ -390,7 +392,7 @@ class Driver:
             extra=self._about(engine),
         )
         self._timeline.add("turn", turn_id=self._request.turn_id, engine=engine, state="cut", reason=cut.reason)
-        self._fleet.suspect(engine)
+        self._fleet.failed(engine, self._request.turn_id, cut)
 
     def lost(self, why: str) -> LaminarError:
         self._counters.turns_lost += 1

@@ -17,7 +17,7 @@ from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.types import EngineName, SessionId, Version
 from protos.engines import ENGINE_KINDS
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
-from tests.support.sglang.engine import Engine
+from tests.support.sglang.engine import HELD_TOKENS, Engine
 from tests.support.sglang.server import Server
 from tests.support.sglang.weights import said
 from tests.support.tiny_model import CONTEXT, EOS_ID, tiny_tokenizer
@@ -25,6 +25,40 @@ from tests.support.turns import serving_app
 from tests.unit.gateway_api.test_status import config
 
 TURNS, BUDGET, WEIGHTS = 16, 60, "w0"
+
+
+async def test_a_server_that_is_to_end_keeps_its_turns_and_gets_no_more(tmp_path: Path) -> None:
+    """SGLang after SIGTERM: it answers everything until its last request has ended."""
+    sglang = Engine(WEIGHTS, "0", MODEL, hold=tmp_path / "hold")
+    (tmp_path / "hold").touch()
+    async with serving_app(Server(sglang).app()) as url, ScriptedEngine("vllm") as vllm:
+        engines = (EngineSpec("sglang", "sglang", url, None), EngineSpec("vllm", "vllm", vllm.url, None))
+        settings = dataclasses.replace(config(tmp_path), engines=engines, poll_interval_s=0.02)
+        found = await start(settings)
+        state = found.fleet.state.engines[EngineName("sglang")]
+        await until(lambda: state.status == "serving", "it")
+        async with aiohttp.ClientSession(found.url) as http:
+            body = {"model": MODEL, "prompt": [5, 6], "max_tokens": HELD_TOKENS + 1}
+            first = asyncio.create_task(post(http, body))
+            await until(lambda: len(state.turns) == 1, "a turn there")
+            sglang.draining = True
+            await until(lambda: state.suspicion, "that it is not ready")
+            for _ in range(4):
+                assert (await post(http, {**body, "max_tokens": 2}))["choices"]
+            assert len(sglang.requests) == 1
+            [told] = [e for e in found.status.report().engines if e.name == "sglang"]
+            assert (told.state, "not ready" in told.reason) == ("suspected", True)
+            (tmp_path / "hold").unlink()
+            assert (await first)["choices"][0]["finish_reason"] == "length"
+            sglang.draining = False
+            await until(lambda: not state.suspected, "its return: it was only paused")
+        await found.close(1.0)
+
+
+async def post(http: aiohttp.ClientSession, body: Any) -> Any:
+    async with http.post("/v1/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
 
 
 def says(ids: Sequence[int]) -> list[int]:

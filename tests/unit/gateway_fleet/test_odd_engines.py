@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from gateway.app import Gateway
+from gateway.core import faults
 from gateway.core.types import EngineName
 from gateway.engines.base import EngineReport
 from gateway.engines.connections import TETHER_READ_BYTES, until_broken
@@ -21,11 +23,13 @@ from gateway.fleet import fleet, refresh
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.watcher import EngineWatcher
+from gateway.operate.status_view import warnings_of
 from gateway.runtime import supervisor
 from paramserver.client import Lease, RelayClient
+from protos.errors import TurnLost
 from tests.support.fake_relay import relay
 from tests.support.gateway_shell import check_at_rest, check_whole, read, shell
-from tests.support.scripted_engine import Answer, ScriptedEngine, until
+from tests.support.scripted_engine import Answer, Cut, ScriptedEngine, until
 from tests.unit.gateway_api.test_status import gateway, get
 
 pytestmark = pytest.mark.slow  # each waits for several looks at an engine
@@ -256,6 +260,87 @@ async def test_an_engine_that_says_more_than_it_was_asked_for_is_cut(
             check_whole(run, await read(run))
         assert found.sessions.counters.cuts_by_reason == {"protocol": 1}
         check_at_rest(found)
+
+
+NONSENSE: dict[str, Callable[[ScriptedEngine], None]] = {
+    "ids beyond the vocabulary": lambda odd: setattr(odd, "generate", lambda prompt: [9999] * 50),
+    "no numbers": lambda odd: setattr(odd, "_event", lambda *_: NAN),
+    "broken events": lambda odd: setattr(odd, "always", Cut("malformed", 2)),
+    "an error for each": lambda odd: setattr(odd, "always", Cut("500")),
+}
+NAN = b'data: {"choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [null]}}]}\n\n'
+
+
+@pytest.mark.parametrize("how", NONSENSE)
+async def test_an_engine_that_fails_turn_after_turn_gets_none_until_it_behaves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(faults, "OUT_S", 3600.0)
+    odd, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
+    async with odd, e1, gateway(tmp_path, odd, e1, poll_interval_s=0.02) as (found, http):
+        NONSENSE[how](odd)
+        state = found.fleet.state.engines[EngineName("e0")]
+        while not state.suspicion:
+            await check_serves(found, http)
+            assert len(odd.requests) <= faults.FAULTS_MAX
+        told = (await check_serves(found, http))["e0"]
+        assert (told["state"], len(odd.requests)) == ("suspected", faults.FAULTS_MAX)
+        assert told["last_error"] == told["reason"] == state.suspicion
+        assert any("e0" in line and "turn after turn failed on it" in line for line in warnings_of(found_status(found)))
+        said = [r.getMessage() for r in caplog.records if "engine e0 gets no turns" in r.getMessage()]
+        assert len(said) == 1
+        monkeypatch.undo()
+        odd.always, odd.generate = None, None
+        odd.__dict__.pop("_event", None)
+        state.faults.until = 0.0  # time has passed
+        await until(lambda: not state.suspected, "its return")
+        assert (await check_serves(found, http))["e0"]["state"] == "serving"
+        assert found.sessions.counters.turns_lost == 0
+
+
+def found_status(found: Gateway) -> Any:
+    return msgspec.to_builtins(found.status.report(), str_keys=True)
+
+
+async def test_a_turn_that_fails_everywhere_takes_no_engine_out(tmp_path: Path) -> None:
+    """It may be what is wrong: whoever sends it again and again would take the fleet out."""
+    e0, e1 = ScriptedEngine("e0", always=Cut("500")), ScriptedEngine("e1", always=Cut("500"))
+    async with e0, e1, shell(tmp_path, e0, e1) as found:
+        with pytest.raises(
+            TurnLost, match=r"6 times in a row after 0 tokens, on e0, e1; the last: .*scripted to answer"
+        ):
+            await read(found.run())
+        assert len(e0.requests) + len(e1.requests) == faults.CUTS_IN_PLACE_MAX
+        assert [e.suspicion for e in found.fleet.state.engines.values()] == ["", ""]
+        check_at_rest(found)
+
+
+async def test_where_every_engine_fails_the_client_hears_so_at_once(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0", always=Cut("malformed")) as e0, gateway(tmp_path, e0) as (found, http):
+        state = found.fleet.state.engines[EngineName("e0")]
+        for number in range(faults.FAULTS_MAX):
+            state.faults.times_out = 5  # it has come back some times
+            async with http.post("/v1/completions", json={**COMPLETION, "prompt": [number]}) as answer:
+                assert answer.status == 503, await answer.text()
+                message = (await answer.json())["error"]["message"]
+            last = number == faults.FAULTS_MAX - 1
+            assert ("turn after turn fails on every engine" in message) == last, message
+            assert "is not a completion chunk" in message
+        async with http.get("/healthz") as health:
+            assert health.status == 503
+
+
+async def test_nothing_that_a_dead_engine_reported_last_is_shown_of_it(tmp_path: Path) -> None:
+    full = "vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_waiting 3\n"
+    async with ScriptedEngine("e0", extra_metrics=full) as e0, gateway(tmp_path, e0) as (found, http):
+        await check_serves(found, http)
+        [told] = found.status.report().engines
+        assert (told.kv_usage, told.waiting, told.admitted) == (0.5, 3, 1)
+        await e0.die()
+        await until(lambda: state_of(found, "e0") == "dead", "its death")
+        [told] = found.status.report().engines
+        assert (told.kv_usage, told.waiting, told.admitted) == (0.0, 0, 0)
+        assert "does not accept connections" in told.last_error
 
 
 @contextlib.asynccontextmanager

@@ -223,9 +223,12 @@ async def test_the_turn_waits_for_its_engine_to_return(tmp_path: Path) -> None:
 async def test_a_turn_that_is_always_cut_is_lost_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "CUT_BACKOFF_S", 0.0)
     async with ScriptedEngine("e0", always=Cut("eof")) as e0, shell(tmp_path, e0) as found:
-        with pytest.raises(Unavailable, match=r"cut 20 times, last by .*without a finish reason"):
+        with pytest.raises(Unavailable, match=r"6 times in a row after 0 tokens, on e0; the last: .*without a finish"):
             await read(found.run())
-        assert cut_counts(found) == (20, 19, 1, {"early_end": 20})
+        assert cut_counts(found) == (6, 5, 1, {"early_end": 6})
+        e0.always = Cut("eof", 2)  # it gets on
+        with pytest.raises(Unavailable, match=r"cut 20 times; the last: .*without a finish reason"):
+            await read(found.run(budget=100))
         check_at_rest(found)
 
 

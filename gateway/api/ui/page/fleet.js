@@ -6,7 +6,7 @@ import { byName, count, plural, share, short } from "./format.js";
 const SHOWN_MAX = 200;
 const HISTORY = 120; // points of a sparkline
 const SVG = "http://www.w3.org/2000/svg";
-const ORDER = { dead: 0, fenced: 1, joining: 2, refreshing: 3, draining: 4, serving: 5 };
+const ORDER = { dead: 0, fenced: 1, suspected: 2, joining: 3, refreshing: 4, draining: 5, serving: 6 };
 
 const serves = (engine) => engine.state === "serving" || engine.state === "draining";
 const sum = (rows, of) => rows.reduce((total, row) => total + of(row), 0);
