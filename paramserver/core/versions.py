@@ -12,13 +12,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
-from paramserver.core.records import Announced, Ended, Plan, Sealed
+from paramserver.core.records import Announced, Ended, Manifest, Plan, Sealed
 
 Stage = Literal["known", "filling", "complete", "shown", "skipped", "retired", "ended"]
 
@@ -293,6 +293,29 @@ class ModelVersions:
         """Whether a newer version is sealed."""
         newest = self.newest_sealed
         return newest is not None and newest > version
+
+    def lost_by_registry(self, left: Iterable[tuple[Manifest, Sealed]]) -> list[tuple[Manifest, Sealed]]:
+        """Those among versions sealed earlier that the registry, whose records are all that is known here, went behind.
+
+        A registry forgets a sealed version only when it is dropped, or long past. So one that has no newer record, and
+        none that was sealed later, was restored from a backup. What was sealed since then counts: numbers that were
+        given again are not taken back.
+        """
+        known = [state.sealed for state in self._versions.values() if state.sealed is not None]
+        newest = max((sealed.version for sealed in known), default=0)
+        latest_s = max((sealed.sealed_unix_s for sealed in known), default=0.0)
+        return [
+            (manifest, sealed)
+            for manifest, sealed in left
+            if manifest.version > newest
+            and sealed.sealed_unix_s >= latest_s
+            and self._may_be(self._versions.get(manifest.version), manifest)
+        ]
+
+    def _may_be(self, state: VersionState | None, manifest: Manifest) -> bool:
+        if state is None:
+            return True
+        return state.ended is None and (state.announced is None or state.announced.manifest == manifest)
 
     def _state(self, version: int) -> VersionState:
         self.revision += 1  # callers change the state

@@ -20,6 +20,7 @@ from paramserver.core.records import (
     Epoch,
     FleetPin,
     Holding,
+    Manifest,
     Master,
     Member,
     Plan,
@@ -226,6 +227,13 @@ class View:
     def knows(self, key: str) -> bool:
         """Whether the registry has the key, as far as this relay has seen."""
         return key in self._raw
+
+    def has_announced(self, manifest: Manifest) -> bool:
+        """Whether the registry has the announcement of this very version, as far as this relay has seen."""
+        key = version_key(manifest.model, manifest.version, "announced")
+        if key not in self._raw or key in self.unreadable:
+            return False
+        return decode_json(self._raw[key][0], Announced).manifest == manifest
 
     def created(self, key: str) -> int | None:
         """The revision at which the key came to be; None when this relay knows no such key."""

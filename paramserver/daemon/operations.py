@@ -14,14 +14,12 @@ import re
 from paramserver.client.relay import RelayClient
 from paramserver.core.records import NUMBER_MAX, check_model_name
 from paramserver.daemon.parts import RelayParts
+from paramserver.relay.recovery import NUMBERS_SKIPPED
 from protos.errors import Conflict, InvalidRequest, Unavailable, UnknownModel
 
 log = logging.getLogger(__name__)
 
 _STORE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-NUMBERS_SKIPPED = 1000
-"""Versions that a relay may have missed of its old registry; numbers cost nothing, and the missed ones are in use."""
 
 
 class Operations:

@@ -40,7 +40,7 @@ from paramserver.memory.pool import GRPC_SOCKET, PUBLISH_SOCKET, Pool
 from paramserver.memory.private import keep_private
 from paramserver.memory.store import Snapshot, Store
 from paramserver.relay.member_lease import MemberLease
-from paramserver.relay.recovery import offer_again, skip_earlier_numbers
+from paramserver.relay.recovery import Recovery
 from protos.access.credentials import Credentials
 from protos.access.listening import check_listening, warn_insecure
 from protos.access.unix_socket import group_id
@@ -133,7 +133,7 @@ async def relay_process(
         registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S, access=config.etcd_access)
         stack.push_async_callback(registry.close)
         notices = Notices()
-        store, found = await _open_store(config, stack, notices)
+        store, left, found = await _open_store(config, stack, notices)
         nixl = await _start_nixl(config, stack)
         grpc_port = None
         if plain is not None:
@@ -185,11 +185,11 @@ async def relay_process(
         lease.holdings.register(registered(config, engine_ports, grpc_address))
 
         await parts.relay.refresh()
-        spilled = [one.manifest for one in spill.versions()] if spill is not None else []
-        await skip_earlier_numbers(
-            [*(snapshot.manifest for snapshot in found), *spilled], parts.lease.view, parts.elections, parts.models
-        )
-        offer_again(found, store, parts.models, parts.reconciler)
+        recovery = Recovery(parts.lease.view, parts.elections, parts.models, parts.reconciler, notices)
+        spilled = spill.versions() if spill is not None else []
+        again = {snapshot.directory for snapshot in found}
+        await recovery.know_again([*spilled, *left], [*spilled, *(one for one in left if one.directory in again)])
+        recovery.offer_again(found, store)
         registry.timeout_s = CALL_TIMEOUT_S  # a call that fails from now on is made again
         life = asyncio.ensure_future(parts.run())
         stack.push_async_callback(_end, life, parts)
@@ -218,8 +218,8 @@ async def relay_process(
 
 async def _open_store(
     config: RelayConfig, stack: contextlib.AsyncExitStack, notices: Notices
-) -> tuple[Store, list[Snapshot]]:
-    """The pool, touched, and what an earlier life left whole in it."""
+) -> tuple[Store, list[stored.StoredSnapshot], list[Snapshot]]:
+    """The pool, touched, what an earlier life left in it, and what of that is whole."""
     keep_private(config.pool_dir, _group(config), "--pool-dir")
     left = stored.find(config.pool_dir)
     pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.paths])
@@ -227,7 +227,7 @@ async def _open_store(
     stack.callback(store.close)
     found = await asyncio.to_thread(find_again, store, left, notices)
     await asyncio.to_thread(pool.preallocate)
-    return store, found
+    return store, left, found
 
 
 async def _start_nixl(config: RelayConfig, stack: contextlib.AsyncExitStack) -> NixlProcesses | None:

@@ -79,7 +79,7 @@ class MasterDuties:
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(RETRY_S / 2)
-                with self._failures.contained("the registry that was adopted lacks versions that are held here"):
+                with self._failures.contained("the registry lacks versions that are held here"):
                     await self._adopt_versions()
                 won: list[str] = []
                 with self._failures.contained("this relay stands in no election"):
@@ -279,7 +279,8 @@ class MasterDuties:
             await self._drop(model)
 
     async def _adopt_versions(self) -> None:
-        """Records sealed versions that are held here and that this registry lacks: it replaced the one before.
+        """Records sealed versions that are held here and that this registry lacks: it replaced the one before, or was
+        restored from a backup.
 
         Each relay does so, not the master alone: it may hold a version that the master does not. Each version once:
         what the master deletes later stays deleted.
@@ -293,12 +294,18 @@ class MasterDuties:
         self._recorded_here &= shown.keys()
         for name in sorted(shown.keys() - self._recorded_here):
             _, model, version = name
-            state = self._models.of(model).get(version)
-            if state is None or state.announced is None or state.announced.manifest.epoch.store_id == store_id:
+            versions = self._models.of(model)
+            state = versions.get(version)
+            if state is None or state.announced is None or self._is_recorded(model, version):
                 continue
-            known = self._view.knows(keys.version_key(model, version, "sealed"))
-            if not known and await self._lease.record_version(model, state.announced, shown[name]):
+            is_past = len([newer for newer, _ in versions.items() if newer > version]) >= VERSIONS_KEPT  # and pruned
+            if is_past and state.announced.manifest.epoch.store_id == store_id:
+                continue
+            if await self._lease.record_version(model, state.announced, shown[name]):
                 self._recorded_here.add(name)
+
+    def _is_recorded(self, model: str, version: int) -> bool:
+        return self._view.knows(keys.version_key(model, version, "sealed"))
 
     def _newest_holders(self) -> dict[str, set[str]]:
         """The holders of the newest sealed version, of each model without a master."""

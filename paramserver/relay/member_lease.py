@@ -182,12 +182,22 @@ class MemberLease:
             await self._registry.transact([self.store_guard], part)
 
     async def record_version(self, model: str, announced: Announced, sealed: Sealed) -> bool:
-        """Records a version of an earlier store in this one. False: it is here already, or its model was dropped."""
+        """Records a version that this store lacks: of an earlier one, or of its own past, if it was restored from a
+        backup. False: its number is here already, or its model was dropped."""
         wanted = self.view.created(keys.wanted_key(model))
         if wanted is None:
             return False
         announced_key, sealed_key = (keys.version_key(model, sealed.version, what) for what in ("announced", "sealed"))
-        guards = (self.store_guard, Created(keys.wanted_key(model), wanted), Absent(announced_key), Absent(sealed_key))
+        ended_key = keys.version_key(model, sealed.version, "ended")
+        # A backup may have been made between the two: then the announcement is there, of the same version.
+        begun = self.view.created(announced_key) if self.view.has_announced(announced.manifest) else None
+        guards = (
+            self.store_guard,
+            Created(keys.wanted_key(model), wanted),
+            Absent(announced_key) if begun is None else Created(announced_key, begun),
+            Absent(sealed_key),
+            Absent(ended_key),
+        )
         writes = [Put(announced_key, msgspec.json.encode(announced)), Put(sealed_key, msgspec.json.encode(sealed))]
         outcome = await self._registry.transact(guards, writes)
         if outcome.succeeded:

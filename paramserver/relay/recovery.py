@@ -1,56 +1,113 @@
-"""Recovery of what a relay's earlier life left: snapshots are offered again, numbers are never given again.
+"""Recovery of what a relay's earlier life left in memory and on disk.
 
-Both run once, before this relay can be elected or fetches anything.
+It runs once, before this relay can be elected or fetches anything.
+
+Invariants:
+- a number that is carried here is never given again;
+- versions sealed here that the registry does not have, since it was restored from a backup, are sealed here again; the
+  master's duties record them there, as they do in a registry that was adopted;
+- versions of another registry are not: which one is right, an operator decides.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Collection, Iterable, Sequence
 
-from paramserver.core.records import Announced, Manifest, Plan
+from paramserver.core.notices import Notices
+from paramserver.core.records import Announced, Manifest, Plan, Sealed
 from paramserver.core.view import View
 from paramserver.memory.store import Snapshot, Store
+from paramserver.memory.stored import StoredSnapshot
 from paramserver.relay.elections import Elections
 from paramserver.relay.models import ModelTable
 from paramserver.relay.reconciler import Reconciler
 
 log = logging.getLogger(__name__)
 
+NUMBERS_SKIPPED = 1000
+"""Versions that a relay may have missed of its registry; numbers cost nothing, and the missed ones are in use."""
 
-async def skip_earlier_numbers(
-    manifests: Iterable[Manifest], view: View, elections: Elections, models: ModelTable
-) -> None:
-    """Versions left here may belong to a registry that was replaced: their numbers are not given again.
+Left = tuple[Manifest, Sealed]
+"""A version that was whole and sealed, by its record beside its bytes."""
 
-    Raises Unavailable.
-    """
-    newest: dict[str, Manifest] = {}
-    for manifest in manifests:
-        if manifest.epoch.store_id not in {view.store_id, *view.continues}:
+
+class Recovery:
+    """Owned by the relay's start."""
+
+    def __init__(
+        self, view: View, elections: Elections, models: ModelTable, reconciler: Reconciler, notices: Notices
+    ) -> None:
+        self._view, self._elections, self._models = view, elections, models
+        self._reconciler, self._notices = reconciler, notices
+
+    async def know_again(self, stored: Iterable[StoredSnapshot], whole: Iterable[StoredSnapshot]) -> None:
+        """Skips the numbers of all that is stored here, and knows again what the registry lost of it, as far as that
+        is whole. Raises Unavailable."""
+        ours = {self._view.store_id, *self._view.continues}
+        mine: dict[str, dict[int, Left]] = {}
+        for one in whole:
+            if one.manifest.epoch.store_id in ours:
+                mine.setdefault(one.manifest.model, {})[one.manifest.version] = (one.manifest, one.sealed)
+        newest: dict[str, Manifest] = {}
+        for manifest in (one.manifest for one in stored):
             newest[manifest.model] = max(newest.get(manifest.model, manifest), manifest, key=lambda one: one.version)
-    for model, manifest in sorted(newest.items()):
-        old, number = manifest.epoch.store_id, manifest.version
-        log.error(
-            "the registry was replaced: it is %s, and version %d of %s, left here by an earlier life, is of %s; "
-            "readers refuse this one until `paramserver adopt --continues %s --model %s --above %d`",
-            *(view.store_id, number, model, old, old, model, number),
+        for model, manifest in sorted(newest.items()):
+            versions = self._models.of(model)
+            lost = versions.lost_by_registry(one for _, one in sorted(mine.get(model, {}).items()))
+            skip_to, next_number = manifest.version + (NUMBERS_SKIPPED if lost else 1), versions.next_number
+            if manifest.epoch.store_id not in ours:
+                self._note_foreign(manifest)
+            if lost:
+                self._note_lost(model, [one.version for _, one in lost], skip_to)
+                await self._elections.want(model)
+            if skip_to > next_number:
+                versions.skip_to(skip_to)
+                await self._elections.skip_numbers(model, skip_to)
+            for of, sealed in lost:
+                self._reconciler.record(model, of.version, Announced(of, Plan(of.epoch, 0, ()), sealed.labels))
+                self._reconciler.record(model, of.version, sealed)
+
+    def offer_again(self, found: Iterable[Snapshot], store: Store) -> None:
+        """Snapshots whose bytes were hashed: those that are sealed as they are count, the memory of others is free."""
+        for snapshot in found:
+            manifest = snapshot.manifest
+            versions = self._models.of(manifest.model)
+            state = versions.get(manifest.version)
+            root = snapshot.root()
+            if state is None or state.sealed is None or state.ended is not None or state.sealed.root_digest != root:
+                why = state.ended.reason if state and state.ended else "the registry has another, or none of its number"
+                is_old = manifest.version < max(versions.newest_sealed or 0, self._view.dropped.get(manifest.model, 0))
+                level = logging.INFO if is_old and state is None else logging.WARNING
+                self._note(level, f"{snapshot}, left by an earlier life, is dropped: {why}")
+                store.remove(snapshot, "not sealed")
+                continue
+            store.open_again(snapshot)
+            versions.opened(state.announced or Announced(manifest, Plan(manifest.epoch, 0, ())))
+            self._reconciler.apply(manifest.model, versions.filled(manifest.version, root))
+
+    def _note_foreign(self, newest: Manifest) -> None:
+        model, old, number = newest.model, newest.epoch.store_id, newest.version
+        self._note(
+            logging.ERROR,
+            f"the registry was replaced: it is {self._view.store_id}, and version {number} of {model}, left here by an "
+            f"earlier life, is of {old}; readers refuse this one until `paramserver adopt --continues {old} --model "
+            f"{model} --above {number}`",
         )
-        models.of(model).skip_to(number + 1)
-        await elections.skip_numbers(model, number + 1)
+
+    def _note_lost(self, model: str, numbers: Sequence[int], skip_to: int) -> None:
+        self._note(
+            logging.WARNING,
+            f"the registry went back (was it restored from a backup?): it does not know {_list(numbers)} of {model}, "
+            f"sealed before and found here. They are offered again, and the next number is {skip_to} at least",
+        )
+
+    def _note(self, level: int, text: str) -> None:
+        log.log(level, "%s", text)
+        if level >= logging.WARNING:
+            self._notices.add(text, time.time())
 
 
-def offer_again(found: Iterable[Snapshot], store: Store, models: ModelTable, reconciler: Reconciler) -> None:
-    """Snapshots whose bytes were hashed: those that the registry has sealed count, the memory of others is free."""
-    for snapshot in found:
-        manifest = snapshot.manifest
-        versions = models.of(manifest.model)
-        state = versions.get(manifest.version)
-        root = snapshot.root()
-        if state is None or state.sealed is None or state.ended is not None or state.sealed.root_digest != root:
-            log.info("%s, left by an earlier life, is not sealed as it is here", snapshot)
-            store.remove(snapshot, "not sealed")
-            continue
-        store.open_again(snapshot)
-        versions.opened(state.announced or Announced(manifest, Plan(manifest.epoch, 0, ())))
-        reconciler.apply(manifest.model, versions.filled(manifest.version, root))
+def _list(numbers: Collection[int]) -> str:
+    return f"version{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

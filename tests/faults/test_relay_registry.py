@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
+import subprocess
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +17,8 @@ import pytest
 
 from paramserver.client import RelayClient, Ticket, publish
 from paramserver.membership import LocalEtcd
+from paramserver.membership.local import find_etcd
+from paramserver.relay.recovery import NUMBERS_SKIPPED
 from protos.errors import InDoubt, LaminarError
 from tests.support.middleman import Middleman
 from tests.support.processes import Daemon
@@ -155,6 +160,59 @@ async def test_an_empty_etcd_in_the_place_of_the_old_one_gets_nothing(tmp_path: 
 
 async def led_by(daemon: Daemon, name: str) -> bool:
     return await master_at(daemon) == name
+
+
+@pytest.mark.parametrize("relays_are", ["restarted", "started with disks alone", "left running"])
+async def test_what_was_sealed_after_a_backup_of_etcd_is_there_after_its_restore(
+    tmp_path: Path, relays_are: str
+) -> None:
+    """Versions that the registry does not know any more keep numbers and bytes, and the next one has a new number."""
+    data, backup = tmp_path / "etcd", tmp_path / "backup"
+    pools = ("--pool-dir", str(Path(tempfile.mkdtemp(prefix="laminar-test-", dir="/dev/shm")) / "a"))
+    flags = (*pools, "--spill", str(tmp_path / "spill"))
+    try:
+        async with LocalEtcd(data_dir=data) as etcd, relays_on(etcd, tmp_path) as relays:
+            a = await start(relays, "a", *flags)
+            async with client(a) as relay:
+                await (await publish_seed(relay, 1)).wait_sealed(60.0)
+                await asyncio.to_thread(etcdctl, "--endpoints", etcd.endpoint, "snapshot", "save", str(backup))
+                for seed in (2, 3):
+                    await (await publish_seed(relay, seed)).wait_sealed(60.0)
+                    await until(lambda seed=seed: on_disk(tmp_path / "spill", seed), "it is on disk")  # type: ignore[misc]
+            if relays_are != "left running":
+                a.kill()
+            if relays_are == "started with disks alone":
+                shutil.rmtree(pools[1])
+            await etcd.kill()
+            shutil.rmtree(data / "etcd")
+            await asyncio.to_thread(etcdctl, "snapshot", "restore", str(backup), "--data-dir", str(data / "etcd"))
+            await etcd.start()
+            if relays_are != "left running":
+                a = await start(relays, "a", *flags)
+                again = "it does not know versions 2, 3 of policy, sealed before and found here"
+                assert a.log().count(again) == 1
+                status = await status_of(a)
+                assert status is not None
+                assert any(again in notice.text for notice in status.notices)
+            await identical([a], 3, 3)
+            b = await start(relays, "b")
+            await identical([b], 3, 3)
+            async with client(b) as relay:
+                ticket = await publish_seed(relay, 4)
+                await ticket.wait_copies(2, 60.0)
+                assert ticket.version == (4 if relays_are == "left running" else 3 + NUMBERS_SKIPPED)
+            await identical([a, b], ticket.version, 4)
+    finally:
+        shutil.rmtree(Path(pools[1]).parent)
+
+
+def etcdctl(*arguments: str) -> None:
+    command = [str(find_etcd().with_name("etcdctl")), *arguments]
+    subprocess.run(command, check=True, env={**os.environ, "ETCDCTL_API": "3"}, capture_output=True, timeout=120.0)
+
+
+async def on_disk(spill: Path, version: int) -> bool:
+    return (spill / "records" / MODEL / f"v{version:08d}").exists()
 
 
 async def test_a_relay_whose_watch_was_down_while_history_was_compacted_catches_up(relays: Relays, etcd: str) -> None:

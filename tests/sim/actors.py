@@ -28,7 +28,7 @@ from paramserver.memory import stored
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Store
 from paramserver.relay.member_lease import MemberLease
-from paramserver.relay.recovery import offer_again
+from paramserver.relay.recovery import Recovery
 from protos.errors import InDoubt, LaminarError, Unavailable, VersionLost
 from protos.laminar.v1 import relay_pb2 as pb
 from tests.sim.registry import SimRegistry
@@ -78,7 +78,9 @@ class SimRelay:
         except LaminarError as error:
             self.refused = error
             return
-        offer_again(found, self.store, parts.models, parts.reconciler)
+        recovery = Recovery(lease.view, parts.elections, parts.models, parts.reconciler, parts.notices)
+        await recovery.know_again(left, left)
+        recovery.offer_again(found, self.store)
         self.service = RelayService(parts, data_address=self.address, publish_socket=Path("unused"))
         self.parts, self.provider = parts, SnapshotProvider(parts)
         await parts.run()

@@ -139,6 +139,49 @@ def test_what_was_withdrawn_here_is_had_again_from_others_or_from_disk() -> None
     assert model.filled(1, "root") == [Show(sealed(1)), Notify("available", sealed(1))]
 
 
+def left(version: int, sealed_unix_s: float, epoch: Epoch = EPOCH) -> tuple[Manifest, Sealed]:
+    manifest = msgspec.structs.replace(announced(version).manifest, epoch=epoch)
+    return manifest, Sealed.of(manifest, "root", sealed_unix_s, {})
+
+
+def registry(*records: tuple[int, float | str]) -> ModelVersions:
+    """What it has after its restore: versions with the time of their seal, or "announced", or why they ended."""
+    model = versions()
+    for version, what in records:
+        model.announced(announced(version))
+        if isinstance(what, float):
+            model.sealed(left(version, what)[1])
+        elif what != "announced":
+            model.ended(version, Ended(what, "reason"))  # type: ignore[arg-type]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("records", "lost"),
+    [
+        ([], [2, 3]),
+        ([(1, 10.0)], [2, 3]),
+        ([(1, 10.0), (2, "announced")], [2, 3]),  # the backup was made between announcement and seal
+        ([(1, 10.0), (2, "aborted")], [3]),
+        ([(2, 20.0)], [3]),
+        ([(1, 40.0)], []),  # sealed since
+        ([(3, 30.0)], []),  # 2 was dropped, or is long past
+        ([(4, 25.0)], []),
+    ],
+    ids=str,
+)
+def test_a_registry_that_went_back_lost_what_is_newer_than_all_it_has(
+    records: list[tuple[int, float | str]], lost: list[int]
+) -> None:
+    held = [left(2, 20.0), left(3, 30.0)]
+    assert [manifest.version for manifest, _ in registry(*records).lost_by_registry(held)] == lost
+
+
+def test_a_number_that_a_restored_registry_gave_again_is_not_taken_back() -> None:
+    held = [left(2, 20.0, Epoch("store", 9))]
+    assert registry((1, 10.0), (2, "announced")).lost_by_registry(held) == []
+
+
 def test_a_copy_for_the_fleet_is_fetched_again_after_what_is_new_and_outside_the_chain() -> None:
     model = versions(retain=1)
     for version in (1, 2):
