@@ -97,7 +97,7 @@ class ByteLevelDetokenizer:
 
 
 WINDOW_MAX = 64
-"""Tokens that the generic detokenizer decodes again at most while no clean boundary comes."""
+"""Tokens that the generic detokenizer decodes again at most while no clean boundary comes, and while no text comes."""
 
 
 class WindowDetokenizer:
@@ -125,7 +125,12 @@ class WindowDetokenizer:
             if text.endswith("\ufffd") and len(self._pending) < WINDOW_MAX:
                 continue  # an incomplete character, most likely: the next token completes it
             out.append(text)
-            self._prefix = self._pending if text else [*self._prefix, *self._pending]
+            if text:
+                self._prefix = self._pending
+            elif (
+                len(self._prefix) < WINDOW_MAX
+            ):  # the first ones show what text follows; more would be decoded each time
+                self._prefix += self._pending
             self._pending = []
         return "".join(out)
 

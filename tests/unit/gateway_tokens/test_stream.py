@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from gateway.tokens import Codec
-from gateway.tokens.stream import WINDOW_MAX, StreamDecoder
+from gateway.tokens.stream import WINDOW_MAX, StreamDecoder, WindowDetokenizer
 from tests.support import codecs
 from tests.support.quick import examples
 
@@ -132,6 +133,25 @@ def test_the_generic_window_stays_bounded() -> None:
         waited = 0 if decoder.feed([broken]).text else waited + 1
         longest_wait = max(longest_wait, waited)
     assert longest_wait < WINDOW_MAX
+
+
+def test_ids_without_text_take_the_same_work_each() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "x": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.Replace("x", "")
+
+    class Counting:
+        decoded = 0
+
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+            self.decoded += len(ids)
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    for silent in (1, 500):  # a token without text, and an id without a token: the padding of an embedding
+        counting = Counting()
+        decoder = WindowDetokenizer(counting, frozenset())  # type: ignore[arg-type]
+        assert decoder.feed([0] + [silent] * 2_000) == "a"
+        assert counting.decoded < 2_000 * 3 * WINDOW_MAX
+        assert decoder.feed([0]).strip() == "a"
 
 
 def test_smollm2_reads_text_back() -> None:
