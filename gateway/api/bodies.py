@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
+import json
 import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 from gateway.api.errors import BadField, RefusedField
 from gateway.tokens import values
@@ -45,9 +47,38 @@ def decode(decoder: msgspec.json.Decoder[S], raw: bytes, *, unchecked: frozenset
     except RecursionError as e:
         raise InvalidRequest(f"the body is nested more than {values.DEPTH_MAX} deep") from e
     except msgspec.ValidationError as e:
+        if _UNKNOWN.search(str(e)) and (cleaned := _without_unknown_nulls(raw, decoder.type)) is not None:
+            return decode(decoder, cleaned, unchecked=unchecked)
         raise _explain(str(e), decoder.type) from e
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise InvalidRequest(f"the body is not JSON: {e}", hint="send a JSON object") from e
+
+
+def _without_unknown_nulls(raw: bytes, kind: type[msgspec.Struct]) -> bytes | None:
+    """The body without the unknown fields that are null, which is the same as no field. None: it has none of these."""
+    try:
+        body = json.loads(raw)
+        cleaned = _known(body, _fields_of(kind))
+        return None if cleaned == body else json.dumps(cleaned).encode()
+    except (ValueError, RecursionError):  # no JSON, which the other fields' errors say better
+        return None
+
+
+@functools.cache
+def _fields_of(kind: type[msgspec.Struct]) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _known(value: Any, kind: inspect.Type) -> Any:
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    for each in kinds:
+        if isinstance(each, inspect.StructType) and isinstance(value, dict):
+            fields = {field.encode_name: field.type for field in each.fields}
+            shown = {name: inner for name, inner in value.items() if inner is not None or name in fields}
+            return {name: _known(inner, fields[name]) if name in fields else inner for name, inner in shown.items()}
+        if isinstance(each, inspect.ListType) and isinstance(value, list):
+            return [_known(inner, each.item_type) for inner in value]
+    return value
 
 
 def answer_json(answer: object, status: int = 200) -> web.Response:

@@ -26,7 +26,7 @@ class Block(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     signature: str | None = None  # of a thinking block; any is accepted
     id: str | None = None
     name: str | None = None
-    input: Any = None
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)  # as it is written: numbers of any size
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
     is_error: bool | None = None

@@ -8,7 +8,6 @@ answer (its text, thinking and calls) is equal to the recorded message, and the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -26,6 +25,7 @@ from gateway.api.anthropic.bodies import (
 from gateway.api.errors import BadField, RefusedField
 from gateway.api.openai.bodies import ChatMessage, ChatRequest, FunctionCall, FunctionSpec, MessageToolCall, Tool
 from gateway.core.parameters import PARAMETERS
+from gateway.tokens.values import NotJson, parse
 
 ROLES = ("user", "assistant", "system")
 BILLING = "x-anthropic-billing-header:"
@@ -101,7 +101,7 @@ def _messages(message: MessageParam, path: str) -> Iterable[ChatMessage]:
         return [ChatMessage(message.role, message.content)]
     _check_blocks(message.content, f"{path}.content", ALLOWED[message.role])
     if message.role == "assistant":
-        return [_assistant(message.content)]
+        return [_assistant(message.content, f"{path}.content")]
     if not message.content:
         raise BadField(f"{path}.content", f"a {message.role} message needs content")
     return _user_messages(message.role, message.content, f"{path}.content")
@@ -124,19 +124,24 @@ def _check_blocks(blocks: Sequence[Block], path: str, allowed: Sequence[str]) ->
                 )
 
 
-def _assistant(blocks: Sequence[Block]) -> ChatMessage:
+def _assistant(blocks: Sequence[Block], path: str) -> ChatMessage:
     return ChatMessage(
         "assistant",
         "".join(block.text or "" for block in blocks if block.type == "text"),
-        tool_calls=[_call(block) for block in blocks if block.type == "tool_use"] or None,
+        tool_calls=[_call(block, f"{path}[{index}]") for index, block in enumerate(blocks) if block.type == "tool_use"]
+        or None,
         reasoning_content="".join(block.thinking or "" for block in blocks if block.type == "thinking") or None,
     )
 
 
-def _call(block: Block) -> MessageToolCall:
+def _call(block: Block, path: str) -> MessageToolCall:
     """A model may have written arguments that are no object: they are sent back as they were shown."""
-    shown = block.input
-    arguments = shown if isinstance(shown, str | dict) else "" if shown is None else json.dumps(shown)
+    text = bytes(block.input).decode()
+    try:
+        shown = parse(text) if text else None
+    except NotJson as e:
+        raise BadField(f"{path}.input", f"`{path}.input`: {e}") from e
+    arguments = shown if isinstance(shown, str) else "" if shown is None else text
     return MessageToolCall(FunctionCall(block.name or "", arguments), block.id)
 
 

@@ -198,8 +198,9 @@ async def test_an_answer_is_held_to_a_schema() -> None:
     assert json.loads(turns.requests[0].sampling.json_schema) == schema
 
 
-@pytest.mark.parametrize("call", ['{"name": "add", "arguments": "no object"}', '{"name": "add", "arguments": [1]}'])
-async def test_arguments_that_are_no_object_come_back_as_they_were(call: str) -> None:
+@pytest.mark.parametrize("arguments", ['"no object"', "[1]", '{"n": 12345678901234567890123, "x": 1.50}'])
+async def test_arguments_of_any_kind_come_back_as_they_were(arguments: str) -> None:
+    call = f'{{"name": "add", "arguments": {arguments}}}'
     turns = ScriptedTurns(says(codecs.tiny(), f"<tool_call>{call}</tool_call>", "Yes."))
     asked: dict[str, Any] = {"model": "policy", "tools": [ADD], "max_tokens": 99}
     async with client_of(turns) as client:

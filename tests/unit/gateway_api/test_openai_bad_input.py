@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
+from gateway.api import bodies
+from gateway.api.anthropic.bodies import MessagesRequest
 from gateway.api.errors import RefusedField
 from gateway.api.openai.bodies import NEUTRAL_CHAT, NEUTRAL_COMPLETION, ChatRequest, CompletionRequest
 from gateway.api.openai.requests import check_trainable, decode_chat, decode_completion, sampling
@@ -26,6 +29,7 @@ from tests.support.turns import Script, ScriptedTurns, serving
 USER = {"role": "user", "content": "x"}
 CHAT = {"model": "policy", "messages": [USER]}
 TEXT = {"model": "policy", "prompt": "x"}
+MESSAGES = msgspec.json.Decoder(MessagesRequest)
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
@@ -44,6 +48,27 @@ async def post(url: str, path: str, body: Any) -> tuple[int, dict[str, Any], aio
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with aiohttp.ClientSession() as session, session.post(url + path, data=data) as answer:
         return answer.status, json.loads(await answer.text())["error"], answer
+
+
+def with_unknown(value: dict[str, Any]) -> list[Any]:
+    """A chat's and Anthropic's body with these fields at each depth."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", **value}, **value}
+    messages = [{**USER, **value}, {"role": "assistant", "content": "ok", "tool_calls": [call], **value}]
+    schema = {"type": "object", "properties": {"a": {"default": None}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, **value}, **value}
+    block = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x", **value}], **value}
+    return [
+        decode_chat(json.dumps({**CHAT, "messages": messages, "tools": [tool], **value}).encode()),
+        bodies.decode(
+            MESSAGES, json.dumps({**CHAT, "max_tokens": 9, "messages": [{**USER, "content": [block]}]}).encode()
+        ),
+    ]
+
+
+def test_null_means_no_field_at_every_depth() -> None:
+    assert with_unknown({"provider_specific_fields": None, "parsed_output": None}) == with_unknown({})
+    with pytest.raises(RefusedField, match=r"unknown field `messages\[0\]\.color`"):
+        decode_chat(json.dumps({**CHAT, "messages": [{**USER, "colour": None, "color": 1}]}).encode())
 
 
 @pytest.mark.parametrize(
