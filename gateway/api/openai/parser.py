@@ -43,7 +43,7 @@ class Parser:
         form, its messages where they are not the body's, and the turn that it continues, where its history repeats it.
         """
         model = requests.find_model(body.model, self._turns.models())
-        messages = messages or requests.chat_messages(body.messages)
+        messages = requests.in_order_of_calls(messages or requests.chat_messages(body.messages))
         requests.check_continued(body, messages)
         tools = requests.chat_tools(body, self._codec.tool_format)
         kwargs, shape = body.chat_template_kwargs, requests.chat_shape(body)

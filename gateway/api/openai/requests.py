@@ -6,6 +6,7 @@ Raises BadField and RefusedField, which name the field and its valid values.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -131,6 +132,34 @@ def check_continued(body: ChatRequest, messages: Sequence[Message]) -> None:
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or not content_text(last.get("content")):
         raise BadField("continue_final_message", "the last message is not an assistant's text that can be continued")
+
+
+def in_order_of_calls(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages with the results of each answer's calls in the order of the calls: most templates write no ids, so
+    that a model takes the first result for the first call's. BadField for one that names no call of the answer before.
+
+    Results stay as they are where a call or a result has no id.
+    """
+    ordered = list(messages)
+    answers = [position for position, message in enumerate(messages) if message.get("tool_calls")]
+    for answer in answers:
+        places = {call.get("id"): number for number, call in enumerate(messages[answer]["tool_calls"])}
+        after = itertools.takewhile(lambda at: messages[at]["role"] != "assistant", range(answer + 1, len(messages)))
+        results = [at for at in after if messages[at]["role"] == "tool"]
+        named = [messages[at].get("tool_call_id") for at in results]
+        if not all([*places, *named]):
+            continue
+        for at, name in zip(results, named, strict=True):
+            if name not in places:
+                raise BadField(
+                    "messages",
+                    f"message {at} (tool): no call of the answer before it has the id {name!r:.80}",
+                    hint=f"its calls: {', '.join(map(repr, places)):.400}",
+                )
+        wanted = sorted(results, key=lambda at, places=places: places[messages[at]["tool_call_id"]])  # type: ignore[misc]
+        for at, source in zip(results, wanted, strict=True):
+            ordered[at] = messages[source]
+    return ordered
 
 
 def chat_tools(body: ChatRequest, form: ToolFormat) -> list[dict[str, Any]] | None:

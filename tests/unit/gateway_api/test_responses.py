@@ -271,7 +271,9 @@ async def test_a_response_is_read_back_from_the_record() -> None:
     turns = ScriptedTurns(says(f"Let me see.\n{CALL}", "It is 2."))
     async with client_of(turns) as client:
         first = await client.responses.create(model="policy", input="1 + 1?", tools=TOOLS, instructions="Compute.")
-        output: list[Any] = [{"type": "function_call_output", "call_id": "c", "output": "2"}]
+        call = first.output[-1]
+        assert call.type == "function_call"
+        output: list[Any] = [{"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
         second = await client.responses.create(
             model="policy", input=output, tools=TOOLS, instructions="Compute.", previous_response_id=first.id
         )
