@@ -236,7 +236,9 @@ async def start(config: GatewayConfig) -> Gateway:
         if keys is not None:
             access = Access(keys, parts.live, parts.groups, agents_may_reward=config.agents_may_reward)
         async with AsyncExitStack() as listening:
-            deps = AdminDeps(status, parts.fleet, parts.live, parts.repacker, stores.timeline)
+            deps = AdminDeps(
+                status, parts.fleet, parts.live, parts.repacker, stores.timeline, parts.endings, parts.trainer
+            )
             admin = None
             if place is not None:
                 of_admins = Admission(_connections(config), strangers=access is not None and place.path is None)

@@ -1,4 +1,4 @@
-"""Commands of the gateway: `serve`, `doctor`, `backup`, `status`, `top`, `repack`; others are loaded late (`LAZY`)."""
+"""Commands of the gateway: `serve`, `doctor`, `backup`, `status`, `sessions`, `top`, `repack`; `LAZY` has others."""
 
 from __future__ import annotations
 
@@ -213,6 +213,36 @@ def repack(url: str, dry_run: bool, as_json: bool) -> None:
     except LaminarError as e:
         raise click.ClickException(str(e)) from e
     click.echo(json.dumps(answer, indent=1) if as_json else describe(answer, dry_run=dry_run))
+
+
+@cli.command()
+@gateway_url
+@click.option(
+    "--idle-s",
+    type=click.IntRange(0),
+    show_default="all; with --abandon: that of `gateway serve --idle-after-s`",
+    help="Sessions without a running turn for so many seconds.",
+)
+@click.option(
+    "--abandon",
+    is_flag=True,
+    help="End those that are idle: no runner has the lease, no child runs, no reward is to come.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The gateway's response as JSON.")
+def sessions(url: str, idle_s: int | None, abandon: bool, as_json: bool) -> None:
+    """Lists the live sessions of a running gateway and what keeps each, or ends the idle ones.
+
+    \b
+    Example: gateway sessions --idle-s 60 --abandon
+    """
+    from gateway.operate.sessions_view import abandon_idle, describe, describe_abandoned, list_sessions
+
+    try:
+        answer = asyncio.run(abandon_idle(url, idle_s) if abandon else list_sessions(url, idle_s))
+    except LaminarError as e:
+        raise click.ClickException(str(e)) from e
+    lines = describe_abandoned(answer) if abandon else describe(answer, idle_s)
+    click.echo(json.dumps(answer, indent=1) if as_json else "\n".join(lines))
 
 
 @cli.command()

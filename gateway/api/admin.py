@@ -19,24 +19,29 @@ from gateway.api.bodies import answer_json, decode
 from gateway.api.errors import BadField
 from gateway.api.sessions import reported_state
 from gateway.config import EngineSpec
+from gateway.core.admission import Keeper, is_silent
 from gateway.core.networks import EnginePlaces
 from gateway.core.receipts import Outcome, Receipt
 from gateway.core.repack import Freed, Move, Plan
 from gateway.core.sessions import SessionState
-from gateway.core.types import EngineName
+from gateway.core.types import EngineName, SessionId
 from gateway.fleet.fleet import Fleet
 from gateway.operate.status import GatewayStatus
 from gateway.repack.loop import Repacker
+from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
+from gateway.sessions.endings import Endings
 from gateway.sessions.registry import SessionRegistry
+from gateway.sessions.trainer import Trainer
 from gateway.store import Timeline
 from gateway.store.timeline import READ_MAX
 from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, is_address, is_host_port
-from protos.errors import Forbidden, InvalidRequest
+from protos.errors import Forbidden, InvalidRequest, LaminarError
 
 DIGITS_MAX = 15
 """Digits of a number in a query."""
 RESOLVE_TIMEOUT_S = 5.0
+ABANDONED_AT_ONCE = 256
 LISTED_MAX = 10_000
 """Sessions of one answer: making it stops all streams meanwhile."""
 
@@ -70,7 +75,9 @@ class EngineRemoved(msgspec.Struct):
 
 class LiveSession(msgspec.Struct, kw_only=True):
     """`engine`: where a turn of it was last placed, null before the first. `version`: the one it stays on, null before
-    the first place unless it named one. `turns`: complete ones, beside the `running`. `GET /sessions/{sid}` tells more.
+    the first place unless it named one. `turns`: complete ones, beside the `running`. `idle_s`: seconds since the last
+    turn, null while one runs. `kept_by`: what keeps it from being idle at the request's `idle_s`: a turn, a runner's
+    lease, a child, or that its reward is to come; null if nothing does. `GET /sessions/{sid}` tells more.
     """
 
     session_id: str
@@ -79,6 +86,8 @@ class LiveSession(msgspec.Struct, kw_only=True):
     version: int | None
     turns: int
     running: int
+    idle_s: float | None
+    kept_by: Keeper | None
 
 
 class LiveSessions(msgspec.Struct):
@@ -87,6 +96,23 @@ class LiveSessions(msgspec.Struct):
 
     live: int
     sessions: Sequence[LiveSession]
+
+
+class AbandonIdleRequest(msgspec.Struct, forbid_unknown_fields=True):
+    idle_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="Sessions that nothing has kept for so many seconds. Default: --idle-after-s."),
+    ] = None
+    reason: Annotated[str, Meta(max_length=1000, description="For the log and the timeline.")] = ""
+
+
+class IdleAbandoned(msgspec.Struct):
+    """`failed`: by session, why it could not be ended. `left`: idle sessions for another request, since one ends up to
+    256."""
+
+    abandoned: Sequence[str]
+    failed: Mapping[str, str]
+    left: int
 
 
 class PlanReport(msgspec.Struct):
@@ -144,6 +170,7 @@ class Receipts(msgspec.Struct):
 
 
 _add = msgspec.json.Decoder(AddEngineRequest)
+_abandon_idle = msgspec.json.Decoder(AbandonIdleRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +180,16 @@ class AdminDeps:
     live: SessionRegistry
     repacker: Repacker
     timeline: Timeline
+    endings: Endings
+    trainer: Trainer
 
 
 def add_admin_routes(app: web.Application, deps: AdminDeps, *, operate_at: str = "") -> None:
     """`operate_at`: the address of the admin listener, where another application answers the routes that change the
     fleet; here they are refused."""
     handlers = _Handlers(deps)
-    operate = (handlers.add_engine, handlers.remove_engine, handlers.repack)
-    add_engine, remove_engine, repack = (_answered_at(operate_at),) * 3 if operate_at else operate
+    operate = (handlers.add_engine, handlers.remove_engine, handlers.repack, handlers.abandon_idle)
+    add_engine, remove_engine, repack, abandon = (_answered_at(operate_at),) * 4 if operate_at else operate
     app.router.add_get("/status", handlers.status)
     app.router.add_get("/healthz", handlers.healthz)
     app.router.add_get("/health", handlers.healthz)  # as engines have it
@@ -169,6 +198,7 @@ def add_admin_routes(app: web.Application, deps: AdminDeps, *, operate_at: str =
     app.router.add_post("/admin/engines", add_engine)
     app.router.add_delete("/admin/engines/{name}", remove_engine)
     app.router.add_get("/admin/sessions", handlers.sessions)
+    app.router.add_post("/admin/sessions/abandon", abandon)
     app.router.add_get("/admin/repack", handlers.plan)
     app.router.add_post("/admin/repack", repack)
     app.router.add_get("/admin/receipts", handlers.receipts)
@@ -188,6 +218,7 @@ class _Handlers:
     def __init__(self, deps: AdminDeps) -> None:
         self._status, self._fleet, self._live = deps.status, deps.fleet, deps.live
         self._repacker, self._timeline = deps.repacker, deps.timeline
+        self._endings, self._trainer = deps.endings, deps.trainer
         self._shielded = ShieldedTasks()
 
     async def status(self, request: web.Request) -> web.Response:
@@ -249,7 +280,32 @@ class _Handlers:
     async def sessions(self, request: web.Request) -> web.Response:
         """Those that wait for their reward are among them, as `unrewarded`."""
         limit = min(number_in_query(request, "limit", 1000), LISTED_MAX)
-        return answer_json(LiveSessions(len(self._live), [_live_session(s) for s in islice(self._live, limit)]))
+        idle_s = number_in_query(request, "idle_s", 0) if "idle_s" in request.query else None
+        now = unix_s()
+        wanted = (s for s in self._live if idle_s is None or is_silent(s, now, idle_s))
+        found = [_live_session(s, now, self._trainer.kept_by(s, now, idle_s)) for s in islice(wanted, limit)]
+        return answer_json(LiveSessions(len(self._live), found))
+
+    async def abandon_idle(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        wanted = decode(_abandon_idle, body) if body else AbandonIdleRequest()
+        idle = self._idle(wanted.idle_s)
+        abandoned, failed = list[str](), dict[str, str]()
+        for session_id in idle[:ABANDONED_AT_ONCE]:
+            if session_id not in self._idle(wanted.idle_s, session_id):
+                continue  # it has gone on or ended meanwhile, such as with its parent
+            try:
+                await self._endings.abandon(session_id, wanted.reason or "an operator ended idle sessions")
+                abandoned.append(session_id)
+            except LaminarError as e:
+                failed[session_id] = str(e)
+        return answer_json(IdleAbandoned(abandoned, failed, len(idle) - len(idle[:ABANDONED_AT_ONCE])))
+
+    def _idle(self, idle_s: float | None, only: SessionId | None = None) -> list[SessionId]:
+        """The sessions that nothing keeps."""
+        found = self._live if only is None else filter(None, [self._live.find(only)])
+        now = unix_s()
+        return [s.session_id for s in found if s.phase == "live" and self._trainer.kept_by(s, now, idle_s) is None]
 
     async def plan(self, request: web.Request) -> web.Response:
         """The plans that the planner would make now, with their reasons; nothing is moved."""
@@ -286,7 +342,7 @@ async def _addresses(host: str) -> Sequence[str]:
     return [str(address[0]) for *_, address in found]
 
 
-def _live_session(state: SessionState) -> LiveSession:
+def _live_session(state: SessionState, now: float, kept_by: Keeper | None) -> LiveSession:
     return LiveSession(
         session_id=state.session_id,
         state=reported_state(state),
@@ -294,6 +350,8 @@ def _live_session(state: SessionState) -> LiveSession:
         version=state.version,
         turns=state.turns,
         running=len(state.running),
+        idle_s=None if state.running else max(0.0, now - state.touched_unix_s),
+        kept_by=kept_by,
     )
 
 

@@ -14,10 +14,12 @@ import msgspec
 from gateway.api.admin import (
     DIGITS_MAX,
     LISTED_MAX,
+    AbandonIdleRequest,
     AddEngineRequest,
     EngineAdded,
     EngineRemoved,
     Events,
+    IdleAbandoned,
     LiveSessions,
     Plans,
     Receipts,
@@ -156,6 +158,7 @@ _TOKENS: Json = {
 _AFTER_ROW = _number("Rows with a higher number; `next_after` of the response before. Default: 0, from the first.")
 _AFTER_EVENT = _number("Events with a higher `seq`; `next` of the response before. Default: 0, from the oldest kept.")
 _AFTER_RESULT = _number("Results after this one; `next` of the response before. Default: 0, from the oldest kept.")
+_IDLE = _number("Only sessions without a running turn for so many seconds. Default: all.")
 _LEASED = _number("1: also trajectories that readers have under a lease. Default: 0.")
 _LEASE_NAME = {
     "description": "What to name the lease, so that it can be given back without this response. Default: a new name.",
@@ -488,8 +491,17 @@ _OPERATOR = [
         "/admin/sessions",
         STATUS,
         "The live sessions, the oldest first.",
-        query={"limit": _limit("sessions", 1000, LISTED_MAX)},
+        query={"limit": _limit("sessions", 1000, LISTED_MAX), "idle_s": _IDLE},
         answers=[LiveSessions],
+    ),
+    Route(
+        "post",
+        "/admin/sessions/abandon",
+        OPERATE,
+        "Ends sessions that nobody uses: no turn, no runner's lease, no child, no reward to come.",
+        AbandonIdleRequest,
+        answers=[IdleAbandoned],
+        optional_body=True,
     ),
     Route(
         "get",

@@ -53,7 +53,7 @@ LOOK = _operation("look", "health, the schema of the API, and the dashboard's pa
 STATUS = _operation(
     "status", "status, metrics, the timeline, live sessions, plans and receipts", "admin", "trainer", "reader"
 )
-OPERATE = _operation("operate", "add and remove engines, repack now", "admin")
+OPERATE = _operation("operate", "add and remove engines, repack now, end idle sessions", "admin")
 MODELS = _operation(
     "models", "the models served", "admin", "trainer", "agent", "reader", session_key=True, finish_key=True
 )

@@ -10,14 +10,15 @@ when the trainer takes them. Invariants:
 - a buffered trajectory counts while any of those readers may take it;
 - buffered trajectories of a group that lacks members, and has none running, do not count: no reader of groups can take
   them. Counted, they could block the very session that the group waits for;
-- a session without a turn in flight, whose client has sent nothing for `idle_after_s`, does not count unless it waits
-  for a child or a runner holds the lease of its sample: its agent may have crashed. It counts again with its next turn.
+- a session whose client has sent nothing for `idle_after_s` does not count, unless something keeps it (`Keeper`): its
+  agent may have crashed. It counts again with its next turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from gateway.core.selection import Bound
 from gateway.core.sessions import SessionState
@@ -136,10 +137,15 @@ def waiting_groups(
     return [WaitingGroup(name, short[name], size, sorted(members[name])) for name in sorted(short)]
 
 
+Keeper = Literal["turn", "runner", "child", "reward"]
+"""What keeps a session from being idle: a turn, now or lately; a runner that has the lease of its sample; a child that
+it waits for, and that is not idle itself; or that it has ended and waits for its reward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sessions:
     """Sessions for training that have begun and not ended. `running` count against the bound. Of those, `silent` have
-    had no request for `idle_after_s`, and a runner's lease or a child speaks for them. `idle` do not count."""
+    had no request for `idle_after_s`, and something else keeps them. `idle` do not count."""
 
     running: int = 0
     silent: int = 0

@@ -104,11 +104,15 @@ class Admission:
         bound = (self.staleness_max + 1) * (self.reader_batch or 0)
         found = f"{self.running} running and {self.buffered} buffered trajectories reach the bound of {bound}"
         if self.idle or self.silent:
-            begun = self.running + self.idle
-            found += f"; {self.silent + self.idle} of {begun} sessions had no request for {self.idle_after_s:g} s"
-            if self.silent:
-                found += f", {self.silent} of them count all the same, by a runner's lease or for a child"
-            found += f" (`gateway sessions --idle-s {self.idle_after_s:g} --abandon` ends them)"
+            begun, command = self.running + self.idle, f"`gateway sessions --idle-s {self.idle_after_s:g}"
+            found += f"; {self.silent + self.idle} of {begun} sessions had no request for {self.idle_after_s:g} s: "
+            found += f"{self.idle} do not count ({command} --abandon` ends them)" if self.idle else ""
+            found += ", " if self.idle and self.silent else ""
+            found += (
+                f"{self.silent} count for a runner, a child or their reward ({command}` lists them)"
+                if self.silent
+                else ""
+            )
         return found
 
 

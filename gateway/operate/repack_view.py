@@ -51,7 +51,7 @@ async def wait_for_engines(url: str, wait_s: float, engines_min: int = 1) -> dic
         await asyncio.sleep(LOOK_S)
 
 
-async def call(method: str, url: str, path: str) -> dict[str, Any]:
+async def call(method: str, url: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The gateway's answer; the API key is that of LAMINAR_API_KEY. Raises Unavailable, InvalidRequest, Unauthenticated
     and Forbidden."""
     at = socket_path(url)
@@ -64,7 +64,7 @@ async def call(method: str, url: str, path: str) -> dict[str, Any]:
         async with (
             asyncio.timeout(DEADLINE_S),
             aiohttp.ClientSession(headers=bearer(), connector=_connector(at)) as http,
-            http.request(method, root + path) as response,
+            http.request(method, root + path, json=body) as response,
         ):
             if response.status in (401, 403):
                 raise refused(response.status, (await response.json())["error"]["message"])

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from protos.foreign_text import one_line
+from protos.foreign_text import one_line, quoted
 
 PIPE_COLUMNS = 10_000
 """Width of output that is not a terminal: lines are not broken for a pipe."""
@@ -38,10 +38,17 @@ def _head(status: Mapping[str, Any]) -> Sequence[str]:
         f"{status['tokens_per_s']:.0f} tokens/s",
         f"turns ended {counters['turns_completed']}, cut {counters['turns_cut']}, resumed {counters['turns_resumed']}, "
         f"lost {counters['turns_lost']}; moves {counters['moves']}, refreshes {counters['refreshes']}",
-        f"buffer {buffer['trajectories']} trajectories, leased {buffer['leased']}",
+        f"buffer {buffer['trajectories']} trajectories, leased {buffer['leased']}{_evicted(buffer)}",
         *_prompt_pool(status.get("prompt_pool")),
         *_access(status.get("access")),
     )
+
+
+def _evicted(buffer: Mapping[str, int]) -> str:
+    """What left the buffer unused since the start; nothing where none did."""
+    why = {"stale": "too stale", "for_room": "for room", "equal": "of equal rewards", "by_readers": "by readers"}
+    found = [f"{count} {text}" for name, text in why.items() if (count := buffer.get(f"evicted_{name}", 0))]
+    return f"; evicted unused: {', '.join(found)}" if found else ""
 
 
 def _access(access: Mapping[str, Any] | None) -> Sequence[str]:
@@ -127,10 +134,18 @@ def warnings_of(status: Mapping[str, Any]) -> Sequence[str]:
         )
     admission = status["admission"]
     if admission["full"]:
+        excess = f", {admission['excess']} beyond it" if admission.get("excess") else ""
         found.append(
-            f"no new sessions: {admission['running']} running and {admission['buffered']} buffered trajectories wait "
-            f"for reader {admission['reader']!r}, who takes {admission['batch']} at once (bound {admission['bound']})"
+            f"no new sessions: {admission['running']} running and {admission['buffered']} buffered trajectories reach "
+            f"the bound of {admission['bound']}{excess}; reader {quoted(admission['reader'])} takes "
+            f"{admission['batch']} at once"
         )
+    if idle := admission.get("idle", 0) + admission.get("silent", 0):
+        found.append(
+            f"{idle} sessions had no request for long: {admission['idle']} do not count against the bound (`gateway "
+            f"sessions --abandon` ends them), {admission['silent']} do for a runner, a child or their reward"
+        )
+    found += [f"reader {quoted(name)}: {note}" for name, note in admission.get("notes", {}).items()]
     found += admission["waiting_groups"]
     if (shared := status.get("shared_experience")) and shared["failure"]:
         found.append(

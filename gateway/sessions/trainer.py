@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.config import GatewayConfig
-from gateway.core.admission import Reader, Readers, Sessions, WaitingGroup, is_silent, stranded, waiting_groups
+from gateway.core.admission import Keeper, Reader, Readers, Sessions, WaitingGroup, is_silent, stranded, waiting_groups
 from gateway.core.fleet import FleetState
 from gateway.core.retry_after import Pace, retry_for_a_batch
 from gateway.core.scheduler import Admission
@@ -50,7 +51,8 @@ class AdmissionStatus:
     lately).
 
     `idle`: sessions that do not count, since nobody has used them for --idle-after-s; `silent`: those of `running` that
-    count only for a runner's lease or a child. `excess`: how many there are beyond the bound: idle ones came back.
+    count only for a runner's lease, a child or their reward. `excess`: how many there are beyond the bound, as when
+    idle ones came back.
     `stranded`: buffered trajectories of groups that lack a member and have none under way; they are not counted.
     `waiting_groups`: what each group that lacks members waits for. `notes`: by reader, why it got nothing at its last
     sample, or what is wrong with the version that it says.
@@ -225,26 +227,24 @@ class Trainer:
         return ((s.session_id, s.spec.group_id) for s in self._live if s.spec.trains)
 
     def _sessions(self) -> Sessions:
-        now, running, silent, idle = unix_s(), 0, 0, 0
-        for state in self._live:
-            if state.version is None or not state.spec.trains:
-                continue
-            if not is_silent(state, now, self._config.idle_after_s):
-                running += 1
-            elif self.is_idle(state, now):
-                idle += 1
-            else:
-                running, silent = running + 1, silent + 1
-        return Sessions(running, silent, idle)
+        now = unix_s()
+        kept = Counter(
+            self.kept_by(state, now) for state in self._live if state.version is not None and state.spec.trains
+        )
+        running = kept.total() - kept[None]
+        return Sessions(running, running - kept["turn"], kept[None])
 
-    def is_idle(self, state: SessionState, now_unix_s: float, idle_after_s: float | None = None) -> bool:
-        """Nobody has used the session for so long (default: `--idle-after-s`), no runner has its sample, and it waits
-        for no child of which that is otherwise."""
+    def kept_by(self, state: SessionState, now_unix_s: float, idle_after_s: float | None = None) -> Keeper | None:
+        """What keeps the session; None: it is idle. `idle_after_s`: default `--idle-after-s`."""
         after_s = self._config.idle_after_s if idle_after_s is None else idle_after_s
-        if not is_silent(state, now_unix_s, after_s) or self._is_leased(state):
-            return False
-        children = self._live.children(state.session_id)
-        return all(not c.spec.blocks_parent or self.is_idle(c, now_unix_s, idle_after_s) for c in children)
+        if not is_silent(state, now_unix_s, after_s):
+            return "turn"
+        if state.unrewarded is not None:
+            return "reward"
+        if self._is_leased(state):
+            return "runner"
+        children = (c for c in self._live.children(state.session_id) if c.spec.blocks_parent)
+        return "child" if any(self.kept_by(c, now_unix_s, after_s) for c in children) else None
 
     def _is_leased(self, state: SessionState | None) -> bool:
         """A runner has the sample of the session, or of one above it."""

@@ -117,6 +117,7 @@ async def test_what_is_answered_is_what_the_schema_says(tmp_path: Path) -> None:
             ("get", "/sessions/{sid}", "/sessions/s1", None),
             ("get", "/sessions/{sid}/trajectories", "/sessions/s1/trajectories?tokens=true", None),
             ("get", "/admin/sessions", "/admin/sessions", None),
+            ("post", "/admin/sessions/abandon", "/admin/sessions/abandon", {"idle_s": 1000}),
             ("post", "/sessions/{sid}/finish", "/sessions/s1/finish", {}),
             ("post", "/sessions/{sid}/finish", "/sessions/s1/finish", {"reward": 1.0}),
             ("get", "/groups/{gid}", "/groups/g1", None),

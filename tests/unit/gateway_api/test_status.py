@@ -17,7 +17,7 @@ from yarl import URL
 
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.core.types import EngineName
+from gateway.core.types import EngineName, SessionId
 from tests.support.scripted_engine import MODEL, Cut, ScriptedEngine, scripted, until
 from tests.support.words import tokenizer
 
@@ -119,7 +119,8 @@ async def test_a_running_turn_shows(tmp_path: Path) -> None:
 async def test_live_sessions_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def row(name: str, state: str, engine: str | None, version: int | None, turns: int, running: int) -> Any:
         told = {"session_id": name, "state": state, "engine": engine, "version": version}
-        return told | {"turns": turns, "running": running}
+        kept_by = "reward" if state == "unrewarded" else "turn"
+        return told | {"turns": turns, "running": running, "kept_by": kept_by}
 
     async with ScriptedEngine("e0", version="3", hold_at=4) as e0, gateway(tmp_path, e0) as (found, http):
         assert await get(http, "/admin/sessions") == {"live": 0, "sessions": []}
@@ -135,7 +136,11 @@ async def test_live_sessions_are_listed(tmp_path: Path, monkeypatch: pytest.Monk
         asking = asyncio.create_task(complete(http, "/s/talks/v1/completions"))
         await until(lambda: found.sessions.counters.tokens_generated == 16, "four tokens of the turn that is held")
 
+        found.sessions.live.find(SessionId("waits")).touched_unix_s -= 60  # type: ignore[union-attr]
         listed = await get(http, "/admin/sessions")
+        idle_s = [session.pop("idle_s") for session in listed["sessions"]]
+        assert idle_s[2] is None
+        assert idle_s[3] >= 60
         assert listed["sessions"] == [
             row("new", "live", None, None, 0, 0),
             row("pinned", "live", None, 3, 0, 0),
@@ -143,9 +148,10 @@ async def test_live_sessions_are_listed(tmp_path: Path, monkeypatch: pytest.Monk
             row("waits", "unrewarded", "e0", 3, 1, 0),
         ]
         assert listed["live"] == (await get(http, "/status"))["sessions"]["live"] == 4
-        assert await get(http, "/admin/sessions?limit=2") == {"live": 4, "sessions": listed["sessions"][:2]}
-        monkeypatch.setattr("gateway.api.admin.LISTED_MAX", 1)
-        assert await get(http, "/admin/sessions?limit=99") == {"live": 4, "sessions": listed["sessions"][:1]}
+        for limit, most, shown in ((2, 9, ["new", "pinned"]), (99, 1, ["new"])):
+            monkeypatch.setattr("gateway.api.admin.LISTED_MAX", most)
+            page = await get(http, f"/admin/sessions?limit={limit}")
+            assert (page["live"], [session["session_id"] for session in page["sessions"]]) == (4, shown)
         e0.go.set()
         assert (await asking)[0] == 200
         [_, _, talks, _] = found.sessions.live

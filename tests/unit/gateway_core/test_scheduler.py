@@ -33,6 +33,16 @@ def placed(of: Demand, state: FleetState, admission: Admission = FREE) -> str:
 # -- a session that has its version
 
 
+def test_a_refusal_says_how_many_sessions_nobody_uses_and_what_ends_them() -> None:
+    full = Admission(85, 3, 88, 0, silent=2, idle=84, idle_after_s=60.0)
+    assert full.reason == (
+        "85 running and 3 buffered trajectories reach the bound of 88; 86 of 169 sessions had no request for 60 s: "
+        "84 do not count (`gateway sessions --idle-s 60 --abandon` ends them), "
+        "2 count for a runner, a child or their reward (`gateway sessions --idle-s 60` lists them)"
+    )
+    assert (full.over, full.full) == (0, True)
+
+
 def test_its_version_comes_before_load_and_newness() -> None:
     state = fleet(engine("e0", 1, [10] * 5), engine("e1", 2), engine("e2", 0))
     assert place(demand(session(version=1)), state, FREE) == Placement(EngineName("e0"), "least loaded of 1")

@@ -53,6 +53,23 @@ async def test_the_prompt_pool_is_shown_once_it_has_tasks(tmp_path: Path) -> Non
     assert "prompt pool 3 tasks, 1 samples leased; since the start 1 finished, 0 failed, 0 leases expired" in told
 
 
+async def test_what_was_evicted_and_who_got_nothing_is_shown(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+        assert "evicted" not in (await status(found.url)).output
+        for name in ("a", "b"):
+            assert (await complete(http, f"/s/{name}/v1/completions"))[0] == 200
+            async with http.post(f"/sessions/{name}/finish", json={"reward": 1.0}) as answer:
+                assert answer.status == 200
+        async with http.post("/experience/evict", json={"session_ids": ["a"]}) as answer:
+            assert answer.status == 200
+        wanted = {"reader": "t", "trainer_version": 9, "trajectories": 1}
+        async with http.post("/experience/sample", json=wanted) as answer:
+            assert (await answer.json())["why"] == "1 too stale, the newest is 0 and you say 9"
+        told = (await status(found.url)).output
+    assert "buffer 1 trajectories, leased 0; evicted unused: 1 by readers" in told
+    assert "reader t: it says version 9, which no relay announced (this gateway has no relay)" in told
+
+
 async def test_engines_that_compute_in_different_dtypes_are_named(tmp_path: Path) -> None:
     e0, e1 = ScriptedEngine("e0", dtype="bfloat16"), ScriptedEngine("e1", dtype="float32")
     async with e0, e1, gateway(tmp_path, e0, e1) as (found, _):

@@ -8,7 +8,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from gateway.app import Gateway
 from gateway.core.admission import stranded
+from gateway.core.types import SessionId
+from gateway.runtime.clock import unix_s
 from tests.support.fake_relay import relay
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_api.test_status import gateway, get
@@ -165,3 +168,78 @@ async def test_the_first_batch_after_a_restart_is_within_the_bound_whatever_its_
             assert told["trajectories"] == []
             status = await get(http, "/status")
             assert (status["buffer"]["evicted_stale"], status["trainer_version"]) == (1, 9)
+
+
+def leave(found: Gateway, name: str) -> None:
+    """The agent of the session was last heard of long ago."""
+    state = found.sessions.live.find(SessionId(name))
+    assert state is not None
+    state.touched_unix_s -= 61
+
+
+async def test_sessions_whose_agents_left_hold_nobody_up_and_count_again_on_their_return(tmp_path: Path) -> None:
+    batch = {"reader": "trainer", "trainer_version": 0, "trajectories": 2, "staleness_max": 0, "wait_s": 0.01}
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, queue_timeout_s=0.2) as (found, http):
+        await post(http, "/experience/sample", batch)
+        for name in ("s0", "s1"):
+            await turn(http, name, [5])
+        assert "2 running and 0 buffered trajectories reach the bound of 2" in await refused(http)
+        leave(found, "s0")
+        await turn(http, "s2", [5])
+        await turn(http, "s0", [5])
+        told = (await get(http, "/status"))["admission"]
+        assert (told["running"], told["idle"], told["excess"]) == (3, 0, 1)
+        leave(found, "s0")
+        said = await refused(http)
+        assert "1 of 3 sessions had no request for 60 s: 1 do not count (`gateway sessions --idle-s 60 --aband" in said
+        listed = (await get(http, "/admin/sessions?idle_s=60"))["sessions"]
+        assert [(s["session_id"], s["kept_by"], s["idle_s"] > 60) for s in listed] == [("s0", None, True)]
+        ended = await post(http, "/admin/sessions/abandon")
+        assert ended == {"abandoned": ["s0"], "failed": {}, "left": 0}
+        assert (await get(http, "/status"))["admission"]["idle"] == 0
+
+
+async def test_a_runner_a_child_and_a_reward_to_come_keep_a_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.sessions.trainer.LEASES_LOOK_S", 0.01)
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+        await post(http, "/tasks", {"tasks": [{"task_id": "t", "data": {}}]})
+        [lease] = (await post(http, "/tasks/lease", {"runner": "r"}))["leases"]
+        await post(http, "/sessions", {"session_id": "run", "group_id": lease["group_id"]})
+        for name, spec in {
+            "seat": {"parent_session_id": "run"},
+            "parent": {},
+            "child": {"parent_session_id": "parent", "blocks_parent": True},
+            "late": {},
+            "left": {},
+        }.items():
+            await post(http, "/sessions", {"session_id": name, **spec})
+        for name in ("run", "seat", "parent", "child", "late", "left"):
+            await turn(http, name, [5])
+        await post(http, "/sessions/late/finish", {})
+        for name in ("run", "seat", "parent", "late", "left"):
+            leave(found, name)
+
+        async def kept() -> dict[str, str | None]:
+            listed = (await get(http, "/admin/sessions"))["sessions"]
+            return {session["session_id"]: session["kept_by"] for session in listed}
+
+        state = found.sessions.live.find(SessionId("run"))
+        assert state is not None
+        await until(lambda: found.parts.trainer.kept_by(state, unix_s()) == "runner", "a look at the leases")
+        expected = {
+            "run": "runner",
+            "seat": "runner",
+            "parent": "child",
+            "child": "turn",
+            "late": "reward",
+            "left": None,
+        }
+        assert await kept() == expected
+        told = (await get(http, "/status"))["admission"]
+        assert (told["running"], told["silent"], told["idle"]) == (5, 4, 1)
+        leave(found, "child")
+        assert (await kept())["parent"] is None, "its child is idle, too"
+        await post(http, "/tasks/finish", {"lease_id": lease["lease_id"], "reward": 1.0})
+        await until(lambda: found.parts.trainer.kept_by(state, unix_s()) is None, "another look")
