@@ -13,6 +13,7 @@ import click
 from agents_env import commands, session_view
 from agents_env.environment import Environment
 from agents_env.environments.reasoning import DEFAULT_DATASET, Reasoning, UnknownDataset, datasets
+from agents_env.environments.task_files import BadTaskFile
 from agents_env.environments.tool_chain import ToolChain
 from agents_env.options import (
     EVAL,
@@ -27,7 +28,7 @@ from agents_env.options import (
     mirror,
     run_options,
 )
-from agents_env.programs import BadTasks, Programs, read_tasks
+from agents_env.programs import Programs, read_tasks
 from agents_env.verifiers import command as verifiers
 
 
@@ -135,7 +136,7 @@ def execute(
         raise click.UsageError("--reward-file and --score both give the reward; choose one")
     try:
         tasks = read_tasks(tasks_file)
-    except BadTasks as error:
+    except BadTaskFile as error:
         raise click.UsageError(str(error)) from error
     programs = Programs(command, tasks, reward_file=reward_file, score=score, log_dir=log_dir)
     _run(programs, dataclasses.replace(options, groups=len(tasks)))

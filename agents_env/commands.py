@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
+from agents_env.environment import Environment, MatchEnvironment, SelfCallingEnvironment
 from agents_env.environments import code, mathematics, nim, text_games, tool_calls
 from agents_env.environments.task_files import BadTaskFile, read_tasks
 from agents_env.failures import RunFailed
@@ -223,9 +227,64 @@ def openenv_command(
         raise click.ClickException(str(error)) from error
 
 
+def _setting(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> Mapping[str, Any]:
+    """Values are JSON, or else text as it stands."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name.isidentifier() and equals):
+            raise click.BadParameter(f"{text!r} is not NAME=VALUE")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+@click.command("module", context_settings=SETTINGS)
+@click.argument("where", metavar="MODULE:CLASS")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_setting,
+    help="An argument of the class: JSON, or text.",
+)
+@run_options
+def module_command(options: Startable, where: str, settings: Mapping[str, Any]) -> None:
+    """An environment of your own: CLASS of MODULE, which Python finds from this folder (docs/environments.md)."""
+    options.start(_own(where, settings))
+
+
+def _own(where: str, settings: Mapping[str, Any]) -> Environment[Any]:
+    module, _, name = where.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        environment = getattr(importlib.import_module(module), name)(**settings)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise click.UsageError(
+            f"{where} makes no environment: {error}; it is MODULE:CLASS, such as my_package.my_module:MyEnvironment, "
+            "and --set NAME=VALUE gives its arguments"
+        ) from error
+    plays = isinstance(environment, SelfCallingEnvironment | MatchEnvironment) or hasattr(environment, "rollout")
+    lacking = [what for what in ("name", "tasks") if not hasattr(environment, what)] + ([] if plays else ["rollout"])
+    if lacking:
+        raise click.UsageError(f"{where} is no environment: it has no {', '.join(lacking)} (agents_env/environment.py)")
+    made: Environment[Any] = environment
+    return made
+
+
 def add_to(run: click.Group) -> None:
-    commands = (code_command, math_command, tool_calls_command, nim_command, textarena_command, openenv_command)
-    for command in commands:
+    for command in (
+        code_command,
+        math_command,
+        module_command,
+        tool_calls_command,
+        nim_command,
+        textarena_command,
+        openenv_command,
+    ):
         run.add_command(command)
 
 

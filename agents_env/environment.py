@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, TypeVar, runtime_checkable
@@ -65,11 +66,27 @@ class Outcome:
     """The result of one rollout. `metrics` are for people and for the gateway's record, never for training.
 
     A reward lies in [0, 1]. "truncated": the last reply was cut at its most tokens; the reward is of what there was.
+    Whatever `float` takes is a number: bools, and scalars of numpy and torch. ValueError for one that is not finite.
     """
 
     reward: float
     status: Literal["completed", "truncated"] = "completed"
     metrics: Metrics = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", _finite("the reward", self.reward))
+        metrics = {name: _finite(f"metric {name!r}", value) for name, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", metrics)
+
+
+def _finite(what: str, value: float) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} is no number: {value!r:.80}") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}: a trainer could do nothing with it")
+    return number
 
 
 class Task(Protocol):

@@ -10,14 +10,18 @@ Boundary = Literal["model", "session", "environment"]
 
 class RolloutFailed(Exception):
     """One rollout ended without a reward. `kind` is the HTTP status, the class of the cause, or
-    "timeout"; `phase` is when it failed (`agents_env.runner.phases`), or "session"."""
+    "timeout"; `phase` is when it failed (`agents_env.runner.phases`), or "session". `again`: whether another attempt
+    may end otherwise."""
 
-    def __init__(self, boundary: Boundary, kind: str, message: str, phase: str = "session") -> None:
+    def __init__(
+        self, boundary: Boundary, kind: str, message: str, phase: str = "session", *, again: bool = True
+    ) -> None:
         super().__init__(f"{boundary} ({kind}): {message}")
         self.boundary = boundary
         self.kind = kind
         self.message = message
         self.phase = phase
+        self.again = again
 
 
 class RunFailed(Exception):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agents_env.environment import Access, Chat, Outcome
+from agents_env.environments import task_files
 from agents_env.failures import RolloutFailed
 from agents_env.runner.phases import phase
 from agents_env.server import programs_environment
@@ -42,10 +43,6 @@ STRAY_ROUNDS = 10
 """A stray may fork between being found and being killed; one that forks for ever is not chased for ever."""
 
 
-class BadTasks(ValueError):
-    """A file of tasks that is none."""
-
-
 @dataclass(frozen=True, slots=True)
 class ProgramTask:
     task_id: str
@@ -54,23 +51,8 @@ class ProgramTask:
 
 def read_tasks(path: Path | None) -> Sequence[ProgramTask]:
     """The tasks of a file with a JSON object on each line, named by their `id`, else by their number. Without a file:
-    one task without content."""
-    if path is None:
-        return [ProgramTask("program")]
-    tasks: list[ProgramTask] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            data = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadTasks(f"{path}, line {number}: {error}") from error
-        if not isinstance(data, dict):
-            raise BadTasks(f"{path}, line {number} is no JSON object")
-        tasks.append(ProgramTask(str(data.get("id", number)), data))
-    if not tasks:
-        raise BadTasks(f"{path} has no tasks")
-    return tasks
+    one task without content. Raises BadTaskFile."""
+    return [ProgramTask("program")] if path is None else task_files.read_tasks(path, "", ProgramTask)
 
 
 class Programs:

@@ -82,7 +82,7 @@ class Usage:
     """Counts of one rollout's requests and tokens; updated while it runs."""
 
     turns: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int | None = 0  # None: not known
     completion_tokens: int = 0
     retries: int = 0
 
@@ -196,6 +196,7 @@ class Server:
         if not session.usage.turns:  # calls that did not go through `chat`: the gateway has counted them
             session.usage.turns = int(answer.get("turns", 0))
             session.usage.completion_tokens = int(answer.get("sampled_tokens", 0))
+            session.usage.prompt_tokens = None
 
     def access(self, session: Session, sample_index: int) -> Access:
         return Access(
@@ -299,7 +300,7 @@ class SessionChat:
         num_sampled = used.completion_tokens if used is not None else 0
         usage.turns += 1
         usage.completion_tokens += num_sampled
-        usage.prompt_tokens += used.prompt_tokens if used is not None else 0
+        usage.prompt_tokens = (usage.prompt_tokens or 0) + (used.prompt_tokens if used is not None else 0)
         truncated = choice.finish_reason == "length"
         return Reply(choice.message.content or "", truncated, num_sampled, _calls(choice.message))
 

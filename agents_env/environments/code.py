@@ -6,8 +6,9 @@
                    return a + b
                ```
 
-Scoring: 1 when the function returns what is expected in every case, else 0; `metrics` have the share of right cases.
-The code is the last block of the reply that is fenced by three backticks, or the whole reply without any.
+Scoring: 1 when the function returns what is expected in every case, else 0. `metrics` say how many cases are right, how
+many raised an error, and which bound of the sandbox ended the run. The code is the last block of the reply that is
+fenced by three backticks, or the whole reply without any.
 
 Invariants:
 - expected values never enter the sandbox: it returns what the function returned, and the comparison is here. So the
@@ -33,19 +34,21 @@ from agents_env.sandbox.limits import Result
 SYSTEM = "Write a Python function. Answer with its code alone, in one block fenced by ```python and ```."
 OWN_TASKS = "code.jsonl"
 MAX_TOKENS = 512
+OF_RIGHT_MAX = 2
+"""What the code may answer, over what is expected of it: other spaces, and digits of floats."""
 
 _FENCED = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 
 _HARNESS = """
-import json, os, sys
+import json, os, sys, types
 job = json.load(sys.stdin)
 results = os.fdopen(os.dup(1), "w")
 os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
-scope = {"__name__": "solution"}
+module = sys.modules["solution"] = types.ModuleType("solution")
 try:
-    exec(compile(job["code"], "solution", "exec"), scope)
-    function = scope[job["entry_point"]]
+    exec(compile(job["code"], "solution", "exec"), module.__dict__)
+    function = module.__dict__[job["entry_point"]]
 except BaseException as error:
     results.write(json.dumps({"error": repr(error)[:200]}) + chr(10))
     results.close()
@@ -101,12 +104,15 @@ class Code:
         reply = await client.reply(messages, max_tokens=self._max_tokens)
         with phase("score"):
             result = await self._run(task, code_of(reply.text))
-        right = num_right(task.cases, result.stdout)
+        right, raised = num_right(task.cases, result.stdout), num_raised(result.stdout)
         metrics = {
             "cases": len(task.cases),
             "cases_right": right,
-            "ran_s": round(result.seconds, 3),
-            "timeout": float(result.ending == "timeout"),
+            "cases_raised": raised,
+            "ran_s": result.seconds,
+            "timeout": result.ending == "timeout",
+            "killed": result.ending == "killed",
+            "output_cut": result.cut,
         }
         reward = float(right == len(task.cases))
         return Outcome(reward, "truncated" if reply.truncated else "completed", metrics)
@@ -114,7 +120,10 @@ class Code:
     async def _run(self, task: FunctionTask, code: str) -> Result:
         calls = [list(case.arguments) for case in task.cases]
         job = {"code": code, "entry_point": task.entry_point, "calls": calls}
-        return await self._sandbox.run(["-I", "-S", "-c", _HARNESS], json.dumps(job).encode())
+        right = sum(len(json.dumps(case.expected)) for case in task.cases)
+        return await self._sandbox.run(
+            ["-I", "-S", "-c", _HARNESS], json.dumps(job).encode(), answer_bytes=OF_RIGHT_MAX * right
+        )
 
 
 def function_task(task_id: str, data: Mapping[str, Any]) -> FunctionTask:
@@ -143,6 +152,11 @@ def _is_right(expected: Any, line: bytes) -> bool:
         return isinstance(answer, dict) and "value" in answer and equal(answer["value"], expected)
     except (ValueError, RecursionError):  # cut, no JSON, a number of too many digits, or nested too deeply
         return False
+
+
+def num_raised(output: bytes) -> int:
+    """How many lines of the harness's output are errors. One alone, before any case, is that of the code as a whole."""
+    return sum(line.startswith(b'{"error"') for line in output.splitlines())
 
 
 def equal(value: Any, expected: Any) -> bool:

@@ -30,7 +30,7 @@ class Failure:
 @dataclass(frozen=True, slots=True)
 class Record:
     """One attempt at a sample; a line of `--out`. `recovered`: its session had been finished by a runner that died
-    before it could report it."""
+    before it could report it. `prompt_tokens` is null where the calls did not go through the runner."""
 
     t_unix_s: float
     run_id: str
@@ -45,7 +45,7 @@ class Record:
     reward: float | None
     metrics: dict[str, float]
     turns: int
-    prompt_tokens: int
+    prompt_tokens: int | None
     completion_tokens: int
     retries: int
     seconds: float

@@ -118,12 +118,18 @@ class Runner(Generic[TaskT]):
             if self._tally.failed_in_a_row >= self.plan.failures_max:
                 await self._source.returned(sample)
                 raise RunFailed(f"{self._tally.failed_in_a_row} rollouts in a row failed: {self._tally.last_error}")
+            if not failure.again:
+                break
             if number + 1 < self._source.attempts:
                 await asyncio.sleep(ATTEMPT_PAUSE_S * (number + 1))
         if await self._source.failed(sample, str(failure)):
             self._tally.give_up(sample.group_id)
-            attempts = sample.first_attempt + self._source.attempts - 1
-            log.warning("sample %d of %s given up after %d attempts", sample.sample_index, sample.group_id, attempts)
+            log.warning(
+                "sample %d of %s given up after %d attempts",
+                sample.sample_index,
+                sample.group_id,
+                sample.first_attempt + number,
+            )
 
     async def _recovered(self, sample: Sample[TaskT]) -> bool:
         """Settles the newest session of earlier attempts: one that was finished counts, a live one is abandoned."""
@@ -145,15 +151,15 @@ class Runner(Generic[TaskT]):
             return False
         return False
 
-    async def _attempt(self, sample: Sample[TaskT], attempt: int) -> Failure | None:
+    async def _attempt(self, sample: Sample[TaskT], attempt: int) -> RolloutFailed | None:
         """Plays `sample` once and records its end; returns what it failed of."""
         spec = self._session_spec(sample, attempt)
         record = self._recorder(sample, attempt)
         usage = Usage()
         if isinstance(sample.task, UnfitTask):  # no session begins
-            failure = Failure("environment", sample.task.kind, sample.task.why, "reset")
-            record(usage, status="failed", error=failure)
-            return failure
+            unfit = RolloutFailed("environment", sample.task.kind, sample.task.why, "reset")
+            record(usage, status="failed", error=_failure(unfit))
+            return unfit
         self._tally.running += 1
         if self._journal is not None:
             self._journal.began((sample.group_id, sample.sample_index), attempt, sample.lease_id)
@@ -161,21 +167,34 @@ class Runner(Generic[TaskT]):
             session = await self._server.open(spec)
             usage = session.usage
             outcome = await self._judge(sample, session, spec)
+            if isinstance(self._environment, SelfCallingEnvironment):
+                await self._check_called(spec.session_id)
             await self._server.finish(session, outcome)
         except asyncio.CancelledError:
             await self._server.abandon(spec.session_id, "the run was stopped")
             record(usage, status="abandoned")
             raise
         except RolloutFailed as error:
-            failure = Failure(error.boundary, error.kind, error.message, error.phase)
             await self._server.abandon(spec.session_id, str(error))
-            record(usage, status="failed", error=failure)
-            return failure
+            record(usage, status="failed", error=_failure(error))
+            return error
         finally:
             self._tally.running -= 1
         record(usage, status=outcome.status, reward=outcome.reward, metrics=dict(outcome.metrics))
         await self._source.completed(sample, outcome.reward)
         return None
+
+    async def _check_called(self, session_id: str) -> None:
+        """RolloutFailed for a session without a turn, which has nothing to reward: it would be so the next time."""
+        found = await self._server.look(session_id)
+        if found is not None and found.get("turns") == found.get("running") == 0:
+            raise RolloutFailed(
+                "environment",
+                "no call",
+                "the program made no model call by its session: it has to use $OPENAI_BASE_URL or $ANTHROPIC_BASE_URL",
+                "tool",
+                again=False,
+            )
 
     async def _judge(self, sample: Sample[TaskT], session: Session, spec: SessionSpec) -> Outcome:
         """The environment's outcome; other exceptions than RolloutFailed are attributed to the environment."""
@@ -256,3 +275,7 @@ class Runner(Generic[TaskT]):
             self._on_record(record)
         if self._out is not None:
             self._out.write(record.line() + "\n")
+
+
+def _failure(error: RolloutFailed) -> Failure:
+    return Failure(error.boundary, error.kind, error.message, error.phase)

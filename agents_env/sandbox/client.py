@@ -12,7 +12,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,17 @@ class Sandbox:
         if result.stdout != b"1\n":
             raise SandboxFailed(f"{self.kind} does not run {self.python}: {result.stderr.decode(errors='replace')}")
 
-    async def run(self, arguments: Sequence[str], stdin: bytes = b"") -> Result:
-        """Runs `python *arguments` to its end. A cancellation ends once the run has ended."""
+    async def run(self, arguments: Sequence[str], stdin: bytes = b"", *, answer_bytes: int = 0) -> Result:
+        """Runs `python *arguments` to its end. A cancellation ends once the run has ended. `answer_bytes`: of output
+        that the caller expects, beside what the limits keep."""
+        limits = replace(self.limits, output_bytes_max=self.limits.output_bytes_max + answer_bytes)
         job = {
             "kind": self.kind,
             "python": self.python,
             "arguments": list(arguments),
             "readable": readable(self.python),
             "stdin": base64.b64encode(stdin).decode(),
-            "limits": asdict(self.limits),
+            "limits": asdict(limits),
         }
         async with self._slots:
             answer = await self._ask(json.dumps(job).encode() + b"\n")
@@ -70,6 +72,7 @@ class Sandbox:
             base64.b64decode(answer["stdout"]),
             base64.b64decode(answer["stderr"]),
             answer["seconds"],
+            answer["cut"],
         )
 
     async def _ask(self, job: bytes) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def _keep(job: dict[str, Any]) -> dict[str, Any]:
         "stdout": watch.output(process.stdout),
         "stderr": watch.output(process.stderr),
         "seconds": time.monotonic() - began,
+        "cut": watch.cut,
     }
 
 
@@ -92,6 +93,8 @@ class _Watch:
         self._process = process
         self._left = memoryview(stdin)
         self._limits = limits
+        self.cut = False
+        """Output was dropped."""
         self._kept = {stream.fileno(): bytearray() for stream in (process.stdout, process.stderr)}
         self._ended = os.pidfd_open(process.pid)
         self._selector = selectors.DefaultSelector()
@@ -129,7 +132,9 @@ class _Watch:
         if not data and descriptor in self._selector.get_map():
             self._selector.unregister(descriptor)
         kept = self._kept[descriptor]
-        kept += data[: self._limits.output_bytes_max - len(kept)]
+        room = self._limits.output_bytes_max - len(kept)
+        kept += data[:room]
+        self.cut |= len(data) > room
         return bool(data)
 
     def _feed(self) -> None:

@@ -41,10 +41,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The end of one run. "killed": by a signal, or because it reached the bound of memory; `exit_code` is None."""
+    """The end of one run. "killed": by a signal, or because it reached the bound of memory; `exit_code` is None.
+    `cut`: it wrote more than `output_bytes_max`, and the rest was dropped."""
 
     ending: Ending
     exit_code: int | None
     stdout: bytes
     stderr: bytes
     seconds: float
+    cut: bool

@@ -16,7 +16,6 @@ os.environ |= {
 
 import pandas as pd
 import transfer_queue as tq
-from omegaconf import open_dict
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ, get_trainer_cls
 
 from tests.verl.rollouts import configuration
@@ -32,10 +31,17 @@ SHOWN = {
 }
 
 
+def documented() -> dict[str, str]:
+    """The settings with which docs/verl.md starts the trainer."""
+    page = (Path(__file__).parents[2] / "docs" / "verl.md").read_text()
+    block = page.split("VERL_USE_EXTERNAL_MODULES=trainer_client.integrations.verl.trainer\n")[1].split("```")[0]
+    return dict(line.split("=", 1) for line in block.split())
+
+
 def settings(flags: argparse.Namespace, data: Path) -> dict[str, Any]:
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return {
-        "trainer.v1.trainer_mode": "laminar",
+        **documented(),
         "trainer.device": "cpu",
         "trainer.n_gpus_per_node": 1,
         "trainer.logger": "[file]",
@@ -53,7 +59,6 @@ def settings(flags: argparse.Namespace, data: Path) -> dict[str, Any]:
         "data.max_prompt_length": 128,
         "data.max_response_length": 128,
         "data.dataloader_num_workers": 0,
-        "actor_rollout_ref.hybrid_engine": False,
         "actor_rollout_ref.model.use_remove_padding": False,
         "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         f"{actor}.strategy": "fsdp2",
@@ -65,14 +70,11 @@ def settings(flags: argparse.Namespace, data: Path) -> dict[str, Any]:
         f"{actor}.fsdp_config.dtype": "float32",
         f"{actor}.fsdp_config.use_torch_compile": False,
         f"+{actor}.fsdp_config.mixed_precision": "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}",
-        f"{rollout}.name": "laminar",
-        f"{rollout}.nnodes": 1,
         f"{rollout}.n_gpus_per_node": 1,
         f"{rollout}.log_prob_micro_batch_size_per_gpu": len(PROMPTS),
         f"{rollout}.checkpoint_engine.backend": "laminar",
         f"+{rollout}.checkpoint_engine.engine_kwargs.laminar.relay": flags.relay,
         "reward.num_workers": 1,
-        "transfer_queue.enable": True,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     }
 
@@ -93,8 +95,6 @@ def main() -> None:
     metrics = directory / "metrics.jsonl"
     os.environ["VERL_FILE_LOGGER_PATH"] = str(metrics)
     config = configuration(flags, "two_turns", **settings(flags, directory / "data.parquet"))
-    with open_dict(config):
-        config.trainer.v1.laminar = config.trainer.v1.separate_async
     with local_ray(num_gpus=1):
         tq.init(config.transfer_queue)
         trainer = get_trainer_cls("laminar")(config)

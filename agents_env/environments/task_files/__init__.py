@@ -21,8 +21,15 @@ class BadTaskFile(ValueError):
 
 def read_tasks(path: Path | None, own: str, task_of: Callable[[str, Mapping[str, Any]], TaskT]) -> list[TaskT]:
     """The tasks of a file; None: of the package's file `own`. Raises BadTaskFile, and OSError."""
-    text = (files(__name__) / own).read_text() if path is None else path.read_text()
+    raw = (files(__name__) / own).read_bytes() if path is None else path.read_bytes()
     name = own if path is None else str(path)
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise BadTaskFile(
+            f"{name}, line {line}: not UTF-8 ({error.reason}); if it is Latin-1: iconv -f latin1 -t utf-8"
+        ) from error
     tasks = [
         _task(f"{name}, line {number}", number, line, task_of)
         for number, line in enumerate(text.split("\n"), 1)
@@ -38,7 +45,7 @@ def _task(place: str, number: int, line: str, task_of: Callable[[str, Mapping[st
         row = json.loads(line)
         if not isinstance(row, dict):
             raise ValueError("not a JSON object")
-        return task_of(str(row.pop("id", number)), row)
+        return task_of(str(row.get("id", number)), row)
     except KeyError as error:
         raise BadTaskFile(f"{place}: the field {error} lacks") from error
     except (ValueError, TypeError) as error:

@@ -96,7 +96,8 @@ class ScriptedServer:
         if session in self.abandoned:
             return web.json_response({"session_id": session, "state": "abandoned", "result": None})
         if session in self.sessions:
-            return web.json_response({"session_id": session, "state": "live"})
+            turns = sum(key == f"Bearer key-{session}" for key in self.keys)
+            return web.json_response({"session_id": session, "state": "live", "turns": turns, "running": 0})
         return web.json_response({"error": {"message": "no such session"}}, status=404)
 
     async def _finish(self, request: web.Request) -> web.Response:

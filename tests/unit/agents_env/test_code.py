@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from agents_env import programs
 from agents_env.environments.code import OWN_TASKS, Case, Code, FunctionTask, code_of, equal, function_task, num_right
 from agents_env.environments.task_files import BadTaskFile, read_tasks
 from agents_env.sandbox.client import Sandbox
@@ -18,6 +19,7 @@ from tests.unit.agents_env.scripted_chat import ScriptedChat
 
 ADD = FunctionTask("add", "Write `add(a, b)`.", "add", (Case((1, 2), 3), Case((-1, 1), 0)))
 LIMITS = Limits(time_s=60)
+SIGNS = ("cases_raised", "timeout", "killed", "output_cut")
 
 
 async def score(kind: Kind, reply: str, *, time_s: float = 60) -> tuple[float, float]:
@@ -64,12 +66,38 @@ async def test_a_loop_costs_its_own_cases_alone(kind: Kind) -> None:
     assert await score(kind, reply, time_s=2) == (0.0, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "reply", "reward", "said"),
+    [
+        (
+            ADD,
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Sum:\n"
+            "    a: int\n    b: int\ndef add(a, b):\n    s = Sum(a, b)\n    return s.a + s.b",
+            1.0,
+            {},
+        ),
+        (FunctionTask("long", "", "f", (Case((), "x" * 200_000),)), "def f(): return 'x' * 200_000", 1.0, {}),
+        (ADD, "def add(a, b): return 'x' * 200_000", 0.0, {"output_cut": 1.0}),
+        (ADD, "import numpy\ndef add(a, b): return a + b", 0.0, {"cases_raised": 1.0}),
+        (ADD, "def add(a, b): return a + b if a > 0 else 1 / 0", 0.0, {"cases_raised": 1.0}),
+        (ADD, "import os\ndef add(a, b): os.kill(os.getpid(), 9)", 0.0, {"killed": 1.0}),
+    ],
+)
+async def test_the_metrics_say_why_code_that_may_be_right_scores_nothing(
+    task: FunctionTask, reply: str, reward: float, said: dict[str, float]
+) -> None:
+    outcome = await Code([task], Sandbox(limits=LIMITS)).rollout(task, ScriptedChat(lambda _: reply))
+    assert outcome.reward == reward
+    assert {name: value for name, value in outcome.metrics.items() if name in SIGNS and value} == said
+
+
 class RecordingSandbox(Sandbox):
     sent = b""
 
-    async def run(self, arguments: Sequence[str], stdin: bytes = b"") -> Result:
+    async def run(self, arguments: Sequence[str], stdin: bytes = b"", *, answer_bytes: int = 0) -> Result:
         self.sent += " ".join(arguments).encode() + stdin
-        return await super().run(arguments, stdin)
+        return await super().run(arguments, stdin, answer_bytes=answer_bytes)
 
 
 @pytest.mark.slow
@@ -153,6 +181,14 @@ def test_a_bad_line_of_a_task_file_is_named(tmp_path: Path, line: str, said: str
     (tmp_path / "tasks.jsonl").write_text(f"{good}\n{line}\n")
     with pytest.raises(BadTaskFile, match=said.replace("(", r"\(").replace(")", r"\)")):
         read_tasks(tmp_path / "tasks.jsonl", OWN_TASKS, function_task)
+
+
+def test_a_task_file_of_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_bytes('{"id": 1}\n{"id": "caf\u00e9"}\n'.encode("latin-1"))
+    for read in (programs.read_tasks, lambda path: read_tasks(path, OWN_TASKS, function_task)):
+        with pytest.raises(BadTaskFile, match=r"line 2: not UTF-8 .*iconv -f latin1 -t utf-8"):
+            read(path)
 
 
 def test_a_task_file_without_tasks_is_refused(tmp_path: Path) -> None:

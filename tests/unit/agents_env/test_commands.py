@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -41,6 +42,38 @@ async def test_rolls_out_tasks_of_a_file_and_scores_them(name: str, tmp_path: Pa
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["task_id"], line["reward"]) for line in lines] == [(json.loads(TASKS[name])["id"], 1.0)] * 4
     assert {end["reward"] for end in server.finished.values()} == {1.0}
+
+
+async def test_an_environment_of_ones_own_as_documented(tmp_path: Path) -> None:
+    [program] = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.M | re.S)
+    (tmp_path / "echo.py").write_text(program)
+    async with serving(lambda conversation: conversation[-1]["content"]) as server:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agents_env", "run", "module", "echo:Echo", "--set", "most=8"),
+            *("--gateway", server.url, "--groups", "2", "--group-size", "2"),
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    assert {chat["max_tokens"] for chat in server.chats} == {8}
+    assert {end["reward"] for end in server.finished.values()} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("nowhere:Echo", "No module named 'nowhere'"),
+        ("json:Nothing", "has no attribute 'Nothing'"),
+        ("json:JSONDecoder", "it has no name, tasks, rollout"),
+        ("json", "it is MODULE:CLASS"),
+    ],
+)
+def test_what_is_no_environment_is_named(where: str, said: str) -> None:
+    result = CliRunner().invoke(main, ["run", "module", where, "--gateway", "http://x"])
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_task_file_that_is_none_is_named(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ async def test_the_reward_from_a_file_or_a_scoring_command(
     async with serving(say_four) as server:
         record = await execute(server, tmp_path, ASK + end, **options)
     assert (record.reward, record.error) == (reward, None)
+    assert record.prompt_tokens is None, "its calls did not go through the runner"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,21 @@ async def test_what_gives_no_reward_is_a_failure(
     assert message in record.error.message
     assert record.error.phase == ("tool" if kind == "signal" else "score")
     assert set(server.abandoned) == set(server.sessions)
+
+
+async def test_a_program_that_makes_no_call_is_named_and_not_run_again(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("open('ran', 'a').write('x')")
+    programs = Programs(["sh", "-c", f"cd {tmp_path} && {sys.executable} program.py"], read_tasks(None))
+    records: list[Record] = []
+    async with serving(say_four) as server:
+        async with Server(server.url, Sampling("policy")) as client:
+            plan = Plan("r", groups=1, group_size=1, attempts=3)
+            await Runner(programs, client, plan, on_record=records.append).run(asyncio.Event())
+        assert (set(server.abandoned), server.finished) == (set(server.sessions), {})
+    [record] = records
+    assert record.error is not None
+    assert (record.error.kind, (tmp_path / "ran").read_text()) == ("no call", "x")
+    assert "made no model call" in record.error.message
 
 
 FORK = """
@@ -203,7 +219,7 @@ async def test_signals_reach_the_programs_and_the_sessions_are_abandoned(
     [
         (["--gateway", "http://x"], "Missing argument 'COMMAND...'"),
         (["--gateway", "http://x", "--reward-file", "--score", "true", "--", "true"], "choose one"),
-        (["--gateway", "http://x", "--tasks", "{folder}/list", "--", "true"], "line 1 is no JSON object"),
+        (["--gateway", "http://x", "--tasks", "{folder}/list", "--", "true"], "line 1: not a JSON object"),
         (["--gateway", "http://x", "--tasks", "{folder}/none", "--", "true"], "has no tasks"),
     ],
 )

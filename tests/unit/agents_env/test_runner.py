@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agents_env.environment import Chat, Outcome
@@ -155,6 +156,44 @@ async def test_an_error_of_the_environment_is_its_own_and_spares_the_others() ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reward", [True, np.float32(0.5), np.int64(1)])
+async def test_whatever_is_a_number_is_a_reward(reward: Any) -> None:
+    async with serving(repeat) as server:
+        _, lines = await roll_out(server, plan(), Given(Outcome(reward, metrics={"m": reward})))
+        assert {end["reward"] for end in server.finished.values()} == {float(reward)}
+    assert [(line["reward"], line["metrics"]) for line in lines] == [(float(reward), {"m": float(reward)})] * 6
+
+
+class Given(Echo):
+    """Whose outcome is what `outcome` returns, or the outcome itself."""
+
+    def __init__(self, outcome: Any) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+    async def rollout(self, task: Number, client: Chat) -> Outcome:
+        await super().rollout(task, client)
+        found: Outcome = self.outcome() if callable(self.outcome) else self.outcome
+        return found
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (lambda: Outcome(float("nan")), "the reward is nan"),
+        (lambda: Outcome(np.float32("inf")), "the reward is inf"),
+        (lambda: Outcome(1.0, metrics={"loss": float("nan")}), "metric 'loss' is nan"),
+        (lambda: Outcome("good"), "the reward is no number: 'good'"),  # type: ignore[arg-type]
+    ],
+)
+async def test_what_is_no_finite_number_fails_its_rollout_and_leaves_no_session(outcome: Any, said: str) -> None:
+    async with serving(repeat) as server:
+        statistics, lines = await roll_out(server, plan(groups=1, attempts=1), Given(outcome))
+        assert (statistics.failed, server.finished) == (3, {})
+        assert set(server.abandoned) == set(server.sessions)
+    assert all(said in line["error"]["message"] for line in lines)
+
+
 async def test_failures_without_end_stop_the_run_and_name_the_last() -> None:
     async with serving(repeat) as server:
         server.refuse["chat"].extend([Refusal(500, body="out of disk")] * 100)

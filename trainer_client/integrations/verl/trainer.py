@@ -2,6 +2,7 @@
 
     VERL_USE_EXTERNAL_MODULES=trainer_client.integrations.verl.trainer
     trainer.v1.trainer_mode=laminar
+    transfer_queue.enable=True
     actor_rollout_ref.hybrid_engine=False
     actor_rollout_ref.rollout.name=laminar
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from omegaconf import open_dict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
 from verl.utils.config import omega_conf_to_dataclass
@@ -36,6 +38,11 @@ class LaminarTrainer(PPOTrainerSeparateAsync):  # type: ignore[misc]
             raise InvalidRequest(
                 "the trainer mode `laminar` has no inference servers", hint="set actor_rollout_ref.hybrid_engine=False"
             )
+        with open_dict(config):
+            if config.trainer.v1.get(MODE) is None:
+                config.trainer.v1[MODE] = config.trainer.v1.separate_async
+            rollout = config.actor_rollout_ref.rollout  # verl wants to hear of servers, of which none is started
+            rollout.nnodes = rollout.nnodes or 1
         super().__init__(config)
 
     def _setup(self) -> None:
