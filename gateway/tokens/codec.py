@@ -23,7 +23,6 @@ from gateway.tokens.reasoning import REASONING_MARKERS, TAGS, ReasoningFormat
 from gateway.tokens.stream import (
     ByteLevelDetokenizer,
     Detokenizer,
-    StreamDecoder,
     WindowDetokenizer,
     is_byte_level,
     lone_token_bytes,
@@ -147,15 +146,10 @@ class Codec:
         self,
         prompt_ids: Sequence[int] = (),
         *,
-        stop: Sequence[str] = (),
-        min_tokens: int = 0,
         show_special: bool = False,
         markers: bool = False,
-    ) -> StreamDecoder:
+    ) -> Detokenizer:
         """A decoder of the text after `prompt_ids`. `markers`: it shows the tags of calls and reasoning, too."""
-        return StreamDecoder(self._detokenizer(prompt_ids, show_special, markers), stop, min_tokens=min_tokens)
-
-    def _detokenizer(self, prompt_ids: Sequence[int], show_special: bool, markers: bool) -> Detokenizer:
         if self._byte_level:
             return ByteLevelDetokenizer(
                 self._bytes if show_special else self._parsing_bytes if markers else self._visible_bytes
@@ -194,10 +188,12 @@ class Codec:
         """The tags between which the model reasons, where a template of its knows reasoning."""
         return next((found for chat in self.chats if (found := chat.reasoning_format) != "none"), "none")
 
-    def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends within reasoning: some templates write the opening tag themselves."""
+    def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool | None:
+        """Whether the prompt ends within reasoning: some templates write the opening tag themselves, or both tags where
+        the model is not to reason. None: it says nothing of it."""
         tags = TAGS.get(self.reasoning_format)
-        return tags is not None and self.decode(prompt_ids[-16:]).rstrip().endswith(tags[0])
+        end = self.decode(prompt_ids[-16:]).rstrip()
+        return None if tags is None or not end.endswith(tags) else end.endswith(tags[0])
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, **how: Unpack[Rendering]

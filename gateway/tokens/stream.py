@@ -1,12 +1,12 @@
-"""From a stream of token ids to a stream of text: incremental, UTF-8-safe, stop strings matched across every boundary.
+"""From a stream of token ids to a stream of text: incremental and UTF-8-safe; and the text up to a stop string.
 
 A byte-level vocabulary (GPT-2's alphabet: Llama 3, Qwen2, SmolLM2, ...) is a table: the text of a run of tokens is the
 join of their bytes, read as UTF-8. Nothing is decoded twice, so a token costs one list access. Tokens of other
 vocabularies (SentencePiece: metaspace, byte fallback) depend on their neighbours: those need `tokenizers` and a window.
 
 Invariants:
-- the deltas joined are the text of all tokens fed, up to the first stop string;
-- no delta ends within a character, nor with the beginning of a possible stop string;
+- the deltas joined are the text of all tokens fed;
+- no delta ends within a character;
 - work is O(1) amortised per token (the generic vocabulary decodes a window that restarts at every clean boundary).
 """
 
@@ -18,7 +18,6 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import msgspec
 from tokenizers import Tokenizer
 
 
@@ -145,61 +144,28 @@ class WindowDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """`stopped_by`: the stop string that ended the text; `tokens_used`: tokens of this feed up to its completion."""
+class StopStrings:
+    """The text up to the first stop string. `feed` what each token adds; `finish` at the end."""
 
-    text: str
-    tokens_used: int
-    stopped_by: str | None = None
-
-
-class StreamDecoder:
-    """One turn's text. `feed` tokens as they arrive; `finish` once after the last, if no stop string matched."""
-
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
-        """Stop strings match only after `min_tokens` tokens."""
-        self._detokenizer = detokenizer
-        self.text = detokenizer.feed
-        """`feed` where there are no stop strings."""
+    def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
-        self._unchecked_tokens = min_tokens
         self._held = ""
 
-    @property
-    def stops(self) -> bool:
-        """Whether the text may end before its tokens do, so that they have to be fed as they come."""
-        return bool(self._stop)
+    def feed(self, text: str, *, checked: bool = True) -> tuple[str, str | None]:
+        """The text that no stop string holds back, and the stop string that ends it. Not `checked`: none does, nor does
+        one that begins in it."""
+        self._held += text
+        found = self._find_stop() if checked else None
+        keep = self._possible_stop() if checked and found is None else 0
+        end = len(self._held) - keep if found is None else found[0]
+        shown, self._held = self._held[:end], self._held[end:] if found is None else ""
+        return shown, None if found is None else found[1]
 
-    def feed(self, token_ids: Sequence[int]) -> TextDelta:
-        if not self._stop:
-            return TextDelta(self.text(token_ids), len(token_ids))
-        shown: list[str] = []
-        for position, token_id in enumerate(token_ids):
-            self._held += self._detokenizer.feed((token_id,))
-            if self._unchecked_tokens > 0:
-                self._unchecked_tokens -= 1
-                shown.append(self._held)
-                self._held = ""
-                continue
-            found = self._find_stop()
-            if found is not None:
-                at, stop = found
-                shown.append(self._held[:at])
-                self._held = ""
-                return TextDelta("".join(shown), position + 1, stop)
-            keep = self._possible_stop()
-            if keep < len(self._held):
-                shown.append(self._held[: len(self._held) - keep])
-                self._held = self._held[len(self._held) - keep :]
-        return TextDelta("".join(shown), len(token_ids))
-
-    def finish(self) -> TextDelta:
-        """The text held back: an incomplete character (as U+FFFD), or the beginning of a stop string."""
-        self._held += self._detokenizer.flush()
-        found = self._find_stop() if self._unchecked_tokens == 0 else None
-        text, self._held = (self._held if found is None else self._held[: found[0]]), ""
-        return TextDelta(text, 0, None if found is None else found[1])
+    def finish(self) -> str:
+        """The text held back: the beginning of a stop string."""
+        held, self._held = self._held, ""
+        return held
 
     def _find_stop(self) -> tuple[int, str] | None:
         hits = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]

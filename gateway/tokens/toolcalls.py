@@ -1,12 +1,13 @@
-"""Tool calls in a streamed text: found as it comes, and released whole once they parse.
+"""Tool calls in a streamed text: found as it comes, and released whole once they are complete.
 
 The formats stand in `gateway.tokens.toolformats`; a model's chat template shows which one it writes.
 
 Invariants:
 - text outside calls is released as soon as it cannot be the beginning of a call; calls are released whole;
-- text that began like a call and does not parse is released unchanged: nothing that a model wrote vanishes;
+- text that began like a call and is none is released unchanged: nothing that a model wrote vanishes;
 - the white space around calls, and the marks around a run of calls, belong to the calls;
-- calls and text do not depend on how the text is cut into chunks.
+- calls and text do not depend on how the text is cut into chunks;
+- the work grows with the text, not with its square: what was read is not read again.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gateway.tokens.toolformats import PYTHON_TAG, SYNTAX, Call, Syntax, Tool, ToolFormat
+from gateway.tokens.arguments import Tool
+from gateway.tokens.toolformats import SPACE_MAX, SYNTAX, Call, Found, Scan, Syntax, ToolFormat
 
 MISTRAL_ID_CHARS = 9
 """Mistral's templates refuse ids of any other length, and characters besides letters and digits."""
+UNFINISHED_MAX = 64
+"""Openings that the answer's end leaves unfinished, each of which is read to that end; behind them all is text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,112 +41,108 @@ class ToolDelta:
 
 
 class ToolCallParser:
-    """One answer. `feed` its text as it comes, `finish` at its end. `tools` have the types of arguments."""
+    """One answer. `feed` its text as it comes, `finish` at its end. `tools` are the request's: calls of others are
+    text. Without any, as in tests, calls of any name are taken. `one`: the first call ends what is read."""
 
-    def __init__(self, form: ToolFormat, tools: Sequence[Tool] = ()) -> None:
-        self.form, self._syntax, self._tools = form, SYNTAX.get(form), tools
+    def __init__(self, form: ToolFormat, tools: Sequence[Tool] = (), *, one: bool = False) -> None:
+        self.form, self.one, self._syntax = form, one, SYNTAX.get(form)
+        named = [(str((tool.get("function") or {}).get("name")), tool) for tool in tools]
+        self._tools = dict(named) if tools else None
         self._held = ""
-        self._begun = False  # text was released
+        self._scan: Scan | None = None  # of the call that may have begun in what is held, and where it opened
+        self._opened = 0
         self._after_call = False  # white space that follows belongs to the call before it
         self.num_calls = 0
 
     @property
-    def close(self) -> str | None:
-        """The mark that ends each call."""
-        return None if self._syntax is None else self._syntax.close
+    def in_call(self) -> bool:
+        """Whether what comes next may be part of a call."""
+        return self._scan is not None
 
     def call_id(self, digest: str) -> str:
         """An id as the model's template takes it, from hexadecimal digits."""
         return digest[:MISTRAL_ID_CHARS] if self.form == "mistral" else f"call_{digest}"
 
     def feed(self, text: str) -> ToolDelta:
-        self._held += text
-        if self._syntax is None:
-            return self._release(self._take_all(), [])
-        if self._syntax.close is None:
-            return self._feed_up_to_calls(self._syntax)
-        return self._feed_blocks(self._syntax, self._syntax.close)
+        return ToolDelta(text) if self._syntax is None else self._read(self._syntax, text, last=False)
 
     def finish(self) -> ToolDelta:
-        syntax, rest = self._syntax, self._take_all()
-        if syntax is None or not syntax.ends_itself:
-            return self._release(rest, [])
-        start = rest.lstrip().removeprefix(syntax.before).lstrip()
-        whole = self.form == "llama" and not self._begun
-        if not (start.startswith(syntax.open) or (whole and start)):
-            return self._release(rest, [])
-        calls = syntax.parse(start.removeprefix(syntax.open), self._tools)
-        return self._release("" if calls else rest, calls or [])
+        return ToolDelta() if self._syntax is None else self._read(self._syntax, "", last=True)
 
-    def _feed_blocks(self, syntax: Syntax, close: str) -> ToolDelta:
+    def _read(self, syntax: Syntax, text: str, *, last: bool) -> ToolDelta:
+        held, self._held = self._held, ""
+        held += text  # in place, since nobody else refers to it
         texts: list[str] = []
         calls: list[Call] = []
-        while True:
-            if self._after_call and self._within_run(syntax):
-                return self._release("".join(texts), calls)
-            at = self._held.find(syntax.open)
-            end = self._held.find(close, at) if at >= 0 else -1
-            if end < 0:
+        at, look, unfinished = 0, 0, 0  # up to where it is released, and from where openings are looked for
+        while not (self.one and (calls or self.num_calls)):
+            if self._after_call:
+                at = look = self._end_of_run(syntax, held, at)
+                if self._after_call and not last:
+                    break
+            if self._scan is None:
+                opened = None if unfinished == UNFINISHED_MAX else syntax.opener.search(held, look)
+                if opened is None:
+                    end = len(held) if last else _decided(held, look, syntax)
+                    texts.append(held[at:end])
+                    at = end
+                    break
+                begin = _before_call(held, at, opened.start(), syntax)
+                texts.append(held[at:begin])
+                at, self._opened = begin, opened.start()
+                self._scan = syntax.opens[opened[0]](opened.end(), self._tools)
+            found = self._scan.read(held, last)
+            if found is None and not last:
                 break
-            parsed = syntax.parse(self._held[at + len(syntax.open) : end], self._tools)
-            end += len(close)
-            texts.append(_before_call(self._held[:at], syntax) if parsed else self._held[:end])
-            calls += parsed or ()
-            self._held, self._after_call = self._held[end:], bool(parsed)
-        decided = len(_before_call(self._held[:at], syntax)) if at >= 0 else len(_decided(self._held, syntax))
-        texts.append(self._held[:decided])
-        self._held = self._held[decided:]
-        return self._release("".join(texts), calls)
-
-    def _within_run(self, syntax: Syntax) -> bool:
-        """Takes what belongs to the call before, and returns whether more of it may come."""
-        self._held = self._held.lstrip()
-        while syntax.after and self._held.startswith(syntax.after):  # once more, too: a later chunk may bring it
-            self._held = self._held[len(syntax.after) :].lstrip()
-        if not self._held or (len(self._held) < len(syntax.after) and syntax.after.startswith(self._held)):
-            return True
-        self._after_call = False
-        return False
-
-    def _feed_up_to_calls(self, syntax: Syntax) -> ToolDelta:
-        """Holds everything from the opening mark on; of Llama also an answer that begins like JSON."""
-        if self.form == "llama" and not self._begun and self._could_be_llama():
-            return ToolDelta()
-        at = self._held.find(syntax.open)
-        decided = len(self._held[:at].rstrip()) if at >= 0 else len(_decided(self._held, syntax))
-        text, self._held = self._held[:decided], self._held[decided:]
-        return self._release(text, [])
-
-    def _could_be_llama(self) -> bool:
-        start = self._held.lstrip()
-        return not start or start[0] == "{" or PYTHON_TAG.startswith(start[: len(PYTHON_TAG)])
-
-    def _release(self, text: str, calls: Sequence[Call]) -> ToolDelta:
+            if found is None:
+                unfinished += 1
+                found = Found(self._opened)
+            self._scan = None
+            calls += found.calls
+            self._after_call = bool(found.calls)
+            look = max(found.end, self._opened + 1)  # a call of one character's mark is read from that on
+            at = look if found.calls else at
+        self._held = held[at:] if at else held
+        if at:
+            self._scan = None  # it has positions in what was held: it begins again, once
+        del calls[1 if self.one else len(calls) :]
         self.num_calls += len(calls)
-        self._begun = self._begun or bool(text)
-        return ToolDelta(text, tuple(ToolCall(name, arguments) for name, arguments in calls))
+        return ToolDelta("".join(texts), tuple(ToolCall(name, arguments) for name, arguments in calls))
 
-    def _take_all(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-
-def _before_call(text: str, syntax: Syntax) -> str:
-    """The text before an opening mark, without the white space and the mark that belong to the call."""
-    return text.rstrip().removesuffix(syntax.before).rstrip()
-
-
-def _decided(text: str, syntax: Syntax) -> str:
-    """The text without its end that may belong to a call: white space, then the beginning of an opening mark."""
-    without = _without_beginning(text, syntax.open)
-    if not syntax.before:
-        return without.rstrip()
-    if without.rstrip().endswith(syntax.before):
-        return _before_call(without, syntax)
-    return without.rstrip() if without != text else _without_beginning(text, syntax.before).rstrip()
+    def _end_of_run(self, syntax: Syntax, held: str, at: int) -> int:
+        """Behind what belongs to the call before; `_after_call` stays set while more of that may come."""
+        while True:
+            rest = held[at : at + SPACE_MAX].lstrip()
+            at = min(at + SPACE_MAX, len(held)) - len(rest)
+            if syntax.after and held.startswith(syntax.after, at):  # once more, too
+                at += len(syntax.after)
+            elif rest or at == len(held):
+                self._after_call = not rest or (
+                    bool(syntax.after) and syntax.after.startswith(held[at : at + len(syntax.after)])
+                )
+                return at
 
 
-def _without_beginning(text: str, mark: str) -> str:
-    """The text without the longest end of it that is a beginning of the mark."""
-    length = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
-    return text[: len(text) - length]
+def _decided(text: str, floor: int, syntax: Syntax) -> int:
+    """Where the end of the text begins that may belong to a call: white space, and the beginning of a mark."""
+    begun = len(text)
+    for mark in (*syntax.opens, syntax.before):
+        if len(mark) > 1:
+            at = text.rfind(mark[0], max(floor, len(text) - len(mark) + 1))
+            begun = min(begun, at) if at >= 0 and mark.startswith(text[at:]) else begun
+    return _before_call(text, floor, begun, syntax)
+
+
+def _before_call(text: str, floor: int, end: int, syntax: Syntax) -> int:
+    """Where the white space and the mark begin that belong to a call which opens at `end`."""
+    end = _without_space(text, floor, end)
+    if syntax.before and text.endswith(syntax.before, floor, end):
+        end = _without_space(text, floor, end - len(syntax.before))
+    return end
+
+
+def _without_space(text: str, floor: int, end: int) -> int:
+    if end == floor or not text[end - 1].isspace():
+        return end
+    start = max(floor, end - SPACE_MAX)
+    return start + len(text[start:end].rstrip())

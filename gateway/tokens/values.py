@@ -49,20 +49,21 @@ def _number(digits: str) -> float:
 
 
 decoder = json.JSONDecoder(parse_constant=_constant, parse_float=_number)
+_lenient = json.JSONDecoder(parse_constant=_constant, parse_float=_number, strict=False)
 
 
-def parse(text: str) -> Any:
-    """The value that all of `text` is. Raises NotJson."""
-    value, end = parse_first(text.strip())
+def parse(text: str, *, strict: bool = True) -> Any:
+    """The value that all of `text` is. Raises NotJson. Not `strict`: strings may hold line breaks as they are."""
+    value, end = parse_first(text.strip(), strict=strict)
     if end != len(text.strip()):
         raise NotJson("something follows the value")
     return value
 
 
-def parse_first(text: str) -> tuple[Any, int]:
+def parse_first(text: str, *, strict: bool = True) -> tuple[Any, int]:
     """The value at the beginning of `text`, and the index of its end. Raises NotJson."""
     try:
-        value, end = decoder.raw_decode(text)
+        value, end = (decoder if strict else _lenient).raw_decode(text)
         if nesting(value) > DEPTH_MAX:
             raise NotJson(f"nested more than {DEPTH_MAX} deep")
         if "\\u" in text:

@@ -29,7 +29,9 @@ from gateway.core.retries import Call, choice_id
 from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId, TurnId, TurnOrigin, TurnRequest
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnHandle, Turns
-from gateway.tokens import Codec, ReasoningParser, ToolCallParser
+from gateway.tokens import AnswerParser, Codec
+from gateway.tokens.bridge import content_text
+from gateway.tokens.reasoning import is_open
 from protos.errors import OutOfCapacity, Unavailable
 from protos.telemetry.context import TRACEPARENT, TraceContext, parse_traceparent
 
@@ -212,26 +214,27 @@ class Calls:
         return [self.turns.start(turn) for turn in new], False
 
     def _choice(self, parsed: ParsedRequest, turn: TurnHandle) -> Choice:
-        sampling = turn.request.sampling
-        one_call = parsed.one_call and parsed.parses_tools
-        tools = (
-            ToolCallParser(self.codec.tool_format, parsed.record_head.get("tools") or ())
-            if parsed.parses_tools
-            else None
-        )
-        close = tools.close if one_call and tools is not None else None
-        decoder = self.codec.stream_decoder(
+        sampling, codec = turn.request.sampling, self.codec
+        decoder = codec.stream_decoder(
             turn.request.prompt_ids,
-            stop=sampling.stop if close is None else (*sampling.stop, close),
-            min_tokens=sampling.min_tokens,
             show_special=parsed.show_special,
             markers=parsed.parses_tools or parsed.parses_reasoning,
         )
-        reasoning = None
-        if parsed.parses_reasoning:
-            begun = self.codec.opens_reasoning(turn.request.prompt_ids)
-            reasoning = ReasoningParser(self.codec.reasoning_format, begun=begun)
-        return Choice(turn, Reader(decoder, reasoning, tools, sampling.stop_token_ids, turn.request.turn_id, one_call))
+        parser = AnswerParser(
+            reasoning=codec.reasoning_format if parsed.parses_reasoning else "none",
+            begun=self._begun(parsed, turn) if parsed.parses_reasoning else False,
+            calls=codec.tool_format,
+            tools=(parsed.record_head.get("tools") or ()) if parsed.parses_tools else None,
+            stop=sampling.stop,
+            one_call=parsed.one_call,
+        )
+        return Choice(turn, Reader(decoder, parser, sampling.stop_token_ids, turn.request.turn_id, sampling.min_tokens))
+
+    def _begun(self, parsed: ParsedRequest, turn: TurnHandle) -> bool | None:
+        """Whether the answer begins within reasoning; None where the prompt does not say."""
+        if not parsed.continued:
+            return self.codec.opens_reasoning(turn.request.prompt_ids)
+        return is_open(self.codec.reasoning_format, content_text(parsed.messages[-1].get("content")))
 
 
 def _origin(call: Call, prompt: Prompt, trace: TraceContext | None, *, named: bool) -> TurnOrigin:

@@ -18,9 +18,8 @@ import msgspec
 from gateway.api.calls import schema
 from gateway.core.types import FinishReason, TokenDelta, TopLogprob, TurnId
 from gateway.ports import TurnHandle
-from gateway.tokens import ReasoningParser, StreamDecoder, ToolCall, ToolCallParser
-from gateway.tokens.reasoning import ReasoningDelta
-from gateway.tokens.toolcalls import ToolDelta
+from gateway.tokens import AnswerParser, Detokenizer, ToolCall
+from gateway.tokens.answers import AnswerDelta
 from protos.trajectories import Segment, VersionChange
 
 
@@ -111,13 +110,12 @@ def _digest(turn_id: TurnId | None, number: int) -> str:
 class Reader:
     """Reads one turn: its ids to text, the text to reasoning, content and tool calls."""
 
-    decoder: StreamDecoder
-    reasoning: ReasoningParser | None = None
-    tools: ToolCallParser | None = None
+    decoder: Detokenizer
+    parser: AnswerParser
     stop_token_ids: Sequence[int] = ()
     turn_id: TurnId | None = None
-    one_call: bool = False
-    """At most one call is made: the decoder stops at its closing tag, where the format has one."""
+    min_tokens: int = 0
+    """Tokens before which no stop string counts."""
 
     async def read(self, turn: TurnHandle, answer: Answer, show: Show | None) -> None:
         """Reads the turn to its end, or to a stop string, into `answer`; passes each piece to `show`, if any.
@@ -125,13 +123,13 @@ class Reader:
         A stop token that ended the turn stays in the ids and is not shown, like an end-of-sequence token.
         """
 
-        text_alone = self.reasoning is None and self.tools is None and not self.decoder.stops
+        text_alone = self.parser.plain
 
         def take(delta: TokenDelta) -> Awaitable[object] | None:
             if answer.over:
                 return None  # what follows its stop string
             if text_alone and delta.finish_reason is None:
-                text = self.decoder.text(delta.token_ids)
+                text = self.decoder.feed(delta.token_ids)
                 piece = Piece(text, "", (), delta.token_ids, delta.logprobs, delta.top_logprobs)
             else:
                 piece = self._piece(delta, answer)
@@ -146,46 +144,48 @@ class Reader:
             if held is not None:
                 await held
 
-        await turn.read(take, at_end=show is None and not self.decoder.stops)
+        await turn.read(take, at_end=show is None and not self.parser.ends_early)
 
     def _piece(self, delta: TokenDelta, answer: Answer) -> Piece:
         finish, token_ids = delta.finish_reason, delta.token_ids
         silent = finish == "stop" and token_ids[-1:] and token_ids[-1] in self.stop_token_ids
-        fed = self.decoder.feed(token_ids[:-1] if silent else token_ids)
-        text, stopped_by = fed.text, fed.stopped_by
-        if stopped_by is None and finish is not None:
-            rest = self.decoder.finish()
-            text, stopped_by = text + rest.text, rest.stopped_by
-        if stopped_by is not None:
-            answer.over, finish = True, "stop"
-            if self.one_call and self.tools is not None and stopped_by == self.tools.close:
-                text += stopped_by  # the call's own end
-            else:
-                answer.stop_reason = stopped_by
-        reasoning, text = self._split_reasoning(text, finish is not None)
-        text, calls = self._split_calls(text, finish is not None, len(answer.calls))
-        used = len(token_ids) if fed.stopped_by is None else fed.tokens_used
+        shown = token_ids[:-1] if silent else token_ids
+        if self.parser.ends_early:
+            found, used = self._by_token(shown, len(answer.token_ids), finish is not None)
+            used = used if found[-1:] and found[-1].over and used < len(shown) else len(token_ids)
+        else:
+            text = self.decoder.feed(shown) if finish is None else self.decoder.feed(shown) + self.decoder.flush()
+            found, used = [self.parser.feed(text, last=finish is not None)], len(token_ids)
+        if found and found[-1].over:
+            answer.over, finish, answer.stop_reason = True, "stop", found[-1].stopped_by
+        calls = tuple(call for each in found for call in each.calls)
         top = None if delta.top_logprobs is None else delta.top_logprobs[:used]
-        return Piece(text, reasoning, calls, token_ids[:used], delta.logprobs[:used], top, finish)
+        return Piece(
+            "".join([each.text for each in found]),
+            "".join([each.reasoning for each in found]),
+            self._named(calls, len(answer.calls)) if calls else (),
+            token_ids[:used],
+            delta.logprobs[:used],
+            top,
+            finish,
+        )
 
-    def _split_reasoning(self, text: str, last: bool) -> tuple[str, str]:
-        if self.reasoning is None:
-            return "", text
-        found = self.reasoning.feed(text)
-        rest = self.reasoning.finish() if last else NO_REASONING
-        return found.reasoning + rest.reasoning, found.text + rest.text
+    def _by_token(self, token_ids: Sequence[int], before: int, last: bool) -> tuple[list[AnswerDelta], int]:
+        """What each token adds, up to that with which the answer is over, and their number."""
+        found: list[AnswerDelta] = []
+        for position, token_id in enumerate(token_ids, 1):
+            checked = before + position > self.min_tokens
+            found.append(self.parser.feed(self.decoder.feed((token_id,)), checked=checked))
+            if found[-1].over:
+                return found, position
+        if last:
+            checked = before + len(token_ids) >= self.min_tokens
+            found.append(self.parser.feed(self.decoder.flush(), checked=checked, last=True))
+        return found, len(token_ids)
 
-    def _split_calls(self, text: str, last: bool, num_before: int) -> tuple[str, tuple[ToolCall, ...]]:
-        if self.tools is None:
-            return text, ()
-        found = self.tools.feed(text)
-        end = self.tools.finish() if last else NO_CALLS
-        calls = [
-            dataclasses.replace(call, id=self.tools.call_id(_digest(self.turn_id, number)))
-            for number, call in enumerate((*found.calls, *end.calls), num_before)
-        ]
-        return found.text + end.text, tuple(calls[: max(0, 1 - num_before)] if self.one_call else calls)
-
-
-NO_REASONING = ReasoningDelta()
-NO_CALLS = ToolDelta()
+    def _named(self, calls: Sequence[ToolCall], num_before: int) -> tuple[ToolCall, ...]:
+        """The calls with ids that are the same whenever the turn is read."""
+        return tuple(
+            dataclasses.replace(call, id=self.parser.call_id(_digest(self.turn_id, number)))
+            for number, call in enumerate(calls, num_before)
+        )

@@ -97,7 +97,7 @@ def allowed(form: CallForm, *functions: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(("form", "ways"), [("qwen_xml", 1), ("glm", 1), ("deepseek", 4), ("mistral", 4)])
 def test_a_forced_call_in_every_form_is_what_is_parsed(form: ToolFormat, ways: int) -> None:
-    tools = [{"type": "function", "function": ADD}]
+    tools = [{"type": "function", "function": {**ADD, "name": name}} for name in ("add", "sub")]
     found = [parsed(form, text, tools) for text in allowed(CallForm(form), ADD, {**ADD, "name": "sub"})]
     assert found == [[("add", '{"a": 3}')]] * ways + [[("sub", '{"a": 3}')]] * ways
 

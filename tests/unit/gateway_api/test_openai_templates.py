@@ -29,7 +29,7 @@ from gateway.core.types import (
     Version,
 )
 from gateway.ports import SessionView
-from gateway.tokens import Codec, ReasoningParser, ToolCallParser
+from gateway.tokens import AnswerParser, Codec
 from tests.support import codecs
 from tests.support.quick import examples
 
@@ -128,11 +128,10 @@ def parsed(codec: Codec, prompt_ids: list[int], said: list[int], *, tools: bool)
                 take(TokenDelta((token_id,), (-1.0,), Version(1), EngineName("e"), 0, finish_reason=last))
 
     async def read() -> Answer:
-        reasoning = None
-        if codec.reasoning_format == "think":
-            reasoning = ReasoningParser(begun=codec.opens_reasoning(prompt_ids))
-        calls = ToolCallParser(codec.tool_format) if tools else None
-        reader, answer = Reader(codec.stream_decoder(prompt_ids, markers=True), reasoning, calls), Answer()
+        begun = codec.opens_reasoning(prompt_ids)
+        offered = TOOLS if tools else None
+        parser = AnswerParser(reasoning=codec.reasoning_format, begun=begun, calls=codec.tool_format, tools=offered)
+        reader, answer = Reader(codec.stream_decoder(prompt_ids, markers=True), parser), Answer()
         await reader.read(Run(), answer, lambda piece: None)  # type: ignore[arg-type]
         return answer
 

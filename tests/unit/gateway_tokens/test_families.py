@@ -73,8 +73,8 @@ def test_what_the_template_writes_is_parsed_as_the_call(name: str, chunk: int) -
     begin = next(n for n in range(len(ids)) if _opens(codec.decode(ids[n:]), codec.tool_format))
     ids = ids[begin:]
     decoder, parser = codec.stream_decoder(markers=True), ToolCallParser(codec.tool_format, TOOLS)
-    deltas = [parser.feed(decoder.feed(ids[at : at + chunk]).text) for at in range(0, len(ids), chunk)]
-    deltas += [parser.feed(decoder.finish().text), parser.finish()]
+    deltas = [parser.feed(decoder.feed(ids[at : at + chunk])) for at in range(0, len(ids), chunk)]
+    deltas += [parser.feed(decoder.flush()), parser.finish()]
     calls = [call for delta in deltas for call in delta.calls]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [
         ("weather", arguments) for arguments in ARGUMENTS[: len(answer(name)["tool_calls"])]
@@ -161,8 +161,8 @@ def test_mistrals_reasoning(chunk: int) -> None:
     assert "".join(delta.text for delta in deltas) == "It is [3]."
 
 
-@pytest.mark.parametrize(("name", "opened"), [("qwen3_5_think", True), ("deepseekv3", True), ("qwen3", False)])
-def test_a_prompt_that_opens_the_reasoning_is_noticed(name: str, opened: bool) -> None:
+@pytest.mark.parametrize(("name", "opened"), [("qwen3_5_think", True), ("deepseekv3", True), ("qwen3", None)])
+def test_a_prompt_that_opens_the_reasoning_is_noticed(name: str, opened: bool | None) -> None:
     codec = families.codec(name)
     assert codec.opens_reasoning(codec.render(ASK)) is opened
 

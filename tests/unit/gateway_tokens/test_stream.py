@@ -1,4 +1,4 @@
-"""Incremental text: equal to decoding at once, never torn, stop strings found across every boundary."""
+"""Incremental text: equal to decoding at once, never torn; stop strings are found across every boundary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from gateway.tokens import Codec
-from gateway.tokens.stream import WINDOW_MAX, StreamDecoder, WindowDetokenizer
+from gateway.tokens.stream import WINDOW_MAX, ByteLevelDetokenizer, StopStrings, WindowDetokenizer
 from tests.support import codecs
 from tests.support.quick import examples
 
@@ -21,12 +21,21 @@ def pieces(codec: Codec, token_ids: list[int], cuts: list[int], **kwargs: object
     out, sizes = [], iter(cuts)
     while token_ids:
         size = next(sizes, 1)
-        delta = decoder.feed(token_ids[:size])
-        out.append(delta.text)
-        if delta.stopped_by is not None:
-            return out
+        out.append(decoder.feed(token_ids[:size]))
         token_ids = token_ids[size:]
-    return [*out, decoder.finish().text]
+    return [*out, decoder.flush()]
+
+
+def up_to_stop_string(codec: Codec, token_ids: list[int], stops: list[str]) -> tuple[str, int]:
+    """The text that is shown, and how many tokens were read."""
+    decoder, strings, shown = codec.stream_decoder(), StopStrings(stops), ""
+    for number, token_id in enumerate(token_ids, 1):
+        text, stopped_by = strings.feed(decoder.feed([token_id]))
+        shown += text
+        if stopped_by is not None:
+            return shown, number
+    text, stopped_by = strings.feed(decoder.flush())
+    return shown + text + strings.finish(), len(token_ids)
 
 
 @examples(50)
@@ -60,13 +69,11 @@ def test_a_sentencepiece_vocabulary_reads_alike_token_by_token(ids: list[int]) -
 @given(
     text=st.text(alphabet="abé.", max_size=30),
     stops=st.lists(st.text(alphabet="abé.", min_size=1, max_size=4), min_size=1, max_size=3),
-    cuts=st.lists(st.integers(1, 5), max_size=10),
 )
-def test_stop_strings_end_the_text_wherever_the_chunks_fall(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_strings_end_the_text_wherever_the_tokens_end(text: str, stops: list[str]) -> None:
     codec = codecs.tiny()
     ids = codec.encode(text)
-    shown = pieces(codec, ids, cuts, stop=stops)
-    assert "".join(shown) == up_to_stop(codec, ids, stops)
+    assert up_to_stop_string(codec, ids, stops)[0] == up_to_stop(codec, ids, stops)
 
 
 def up_to_stop(codec: Codec, ids: list[int], stops: list[str]) -> str:
@@ -78,31 +85,26 @@ def up_to_stop(codec: Codec, ids: list[int], stops: list[str]) -> str:
     return codec.decode(ids)
 
 
-def test_a_stop_string_counts_the_tokens_up_to_its_last() -> None:
+def test_a_stop_string_ends_with_its_last_token() -> None:
     codec = codecs.tiny()
     ids = codec.encode("one END two")
-    decoder = codec.stream_decoder(stop=["END"])
-    delta = decoder.feed(ids)
-    assert (delta.text, delta.stopped_by) == ("one ", "END")
-    assert codec.decode(ids[: delta.tokens_used]).startswith("one END")
-    assert "END" not in codec.decode(ids[: delta.tokens_used - 1])
+    text, used = up_to_stop_string(codec, ids, ["END"])
+    assert text == "one "
+    assert codec.decode(ids[:used]).startswith("one END")
+    assert "END" not in codec.decode(ids[: used - 1])
 
 
 def test_what_could_begin_a_stop_string_is_held_and_given_back() -> None:
-    codec = codecs.tiny()
-    decoder = codec.stream_decoder(stop=["###"])
-    assert decoder.feed(codec.encode("a#")).text == "a"
-    assert decoder.feed(codec.encode("#b")).text == "##b"
-    assert decoder.feed(codec.encode("##")).text == ""
-    assert decoder.finish().text == "##"
+    strings = StopStrings(["###"])
+    assert [strings.feed(text) for text in ("a#", "#b", "##")] == [("a", None), ("##b", None), ("", None)]
+    assert strings.finish() == "##"
 
 
-def test_stop_strings_wait_for_min_tokens() -> None:
-    codec = codecs.tiny()
-    ids = codec.encode("ababab")
-    decoder = codec.stream_decoder(stop=["b"], min_tokens=len(codec.encode("abab")))
-    delta = decoder.feed(ids)
-    assert (delta.text, delta.stopped_by) == ("ababa", "b")
+def test_a_stop_string_that_begins_where_none_counts_is_none() -> None:
+    strings = StopStrings(["bb"])
+    assert strings.feed("abb", checked=False) == ("abb", None)
+    assert strings.feed("b") == ("", None)
+    assert strings.feed("b") == ("", "bb")
 
 
 def test_special_tokens_are_hidden_unless_asked_for() -> None:
@@ -130,7 +132,7 @@ def test_the_generic_window_stays_bounded() -> None:
     decoder = codec.stream_decoder()
     longest_wait, waited = 0, 0
     for _ in range(4 * WINDOW_MAX):
-        waited = 0 if decoder.feed([broken]).text else waited + 1
+        waited = 0 if decoder.feed([broken]) else waited + 1
         longest_wait = max(longest_wait, waited)
     assert longest_wait < WINDOW_MAX
 
@@ -158,4 +160,4 @@ def test_smollm2_reads_text_back() -> None:
     codec = codecs.smollm2()
     text = "Café — 東京 😀\n  def f(x):\n\treturn x**2  # ok"
     assert "".join(pieces(codec, codec.encode(text), [])) == text
-    assert isinstance(codec.stream_decoder(), StreamDecoder)
+    assert isinstance(codec.stream_decoder(), ByteLevelDetokenizer)

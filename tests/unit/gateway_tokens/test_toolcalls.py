@@ -31,7 +31,8 @@ TOOLS: list[Any] = [
                 }
             },
         },
-    }
+    },
+    *({"type": "function", "function": {"name": name}} for name in ("a", "b", "f", "now", "search")),
 ]
 XML = (
     "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\né\n</parameter>\n"

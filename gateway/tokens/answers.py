@@ -1,0 +1,104 @@
+"""The text of an answer to what a client sees of it: reasoning, content and tool calls, up to where it is over.
+
+Invariants:
+- stop strings count in the content alone: neither in reasoning nor within a call;
+- an answer of one call is over with the first one that is complete, and none within reasoning counts;
+- while it is undecided whether a text is reasoning, it is read as content, and withheld.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.tokens.arguments import Tool
+from gateway.tokens.reasoning import ReasoningFormat, ReasoningParser
+from gateway.tokens.stream import StopStrings
+from gateway.tokens.toolcalls import ToolCall, ToolCallParser
+from gateway.tokens.toolformats import ToolFormat
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """`over`: nothing more is read; `stopped_by` has the stop string, if one is the reason."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    stopped_by: str | None = None
+    over: bool = False
+
+
+class AnswerParser:
+    """One answer. `feed` its text as it comes, token by token where it `ends_early`; the `last` piece once.
+
+    `begun`: whether the prompt opened reasoning, None where it said nothing. `tools`: None where calls are not parsed.
+    `stop`: the stop strings. `one_call`: no more than one call.
+    """
+
+    def __init__(
+        self,
+        *,
+        reasoning: ReasoningFormat = "none",
+        begun: bool | None = False,
+        calls: ToolFormat = "none",
+        tools: Sequence[Tool] | None = None,
+        stop: Sequence[str] = (),
+        one_call: bool = False,
+    ) -> None:
+        self._calls, self._tools, self._stop_strings = calls, tools, stop
+        self._one_call = one_call and tools is not None
+        self._reasoning: ReasoningParser | None = None
+        if reasoning != "none":
+            in_reasoning = None if tools is None else ToolCallParser(calls, tools, one=True)
+            self._reasoning = ReasoningParser(reasoning, begun=begun, calls=in_reasoning)
+        self.plain = reasoning == "none" and tools is None and not stop  # the text is the answer, as it is
+        self.ends_early = bool(stop) or self._one_call
+        self._withheld = ""
+        self._begin_content()
+
+    def _begin_content(self) -> None:
+        self._withheld = ""
+        self._stop = StopStrings(self._stop_strings)
+        self._parser = None if self._tools is None else ToolCallParser(self._calls, self._tools, one=self._one_call)
+
+    def call_id(self, digest: str) -> str:
+        assert self._parser is not None  # where calls are parsed
+        return self._parser.call_id(digest)
+
+    def feed(self, text: str, *, checked: bool = True, last: bool = False) -> AnswerDelta:
+        """Not `checked`: no stop string counts yet."""
+        reasoning = ""
+        if self._reasoning is not None:
+            found = self._reasoning.feed(text)
+            if found.takes_back:
+                self._begin_content()
+            rest = self._reasoning.finish() if last else None
+            reasoning, text = found.reasoning, found.text
+            if rest is not None:
+                reasoning, text = reasoning + rest.reasoning, text + rest.text
+        text, calls, stopped_by = self._content(text, checked, last)
+        over = stopped_by is not None or (self._one_call and bool(calls))
+        if self._reasoning is not None and self._reasoning.undecided:
+            if not (over or calls or last):
+                self._withheld += text
+                return AnswerDelta()
+            self._reasoning.decide()
+        if self._withheld:
+            text, self._withheld = self._withheld + text, ""
+        return AnswerDelta(reasoning, text, calls, stopped_by, over)
+
+    def _content(self, text: str, checked: bool, last: bool) -> tuple[str, tuple[ToolCall, ...], str | None]:
+        parser, stopped_by = self._parser, None
+        if self._stop_strings:
+            within = parser is not None and parser.in_call
+            text, stopped_by = self._stop.feed(text, checked=checked and not within)
+            if last and stopped_by is None:
+                text += self._stop.finish()
+        if parser is None:
+            return text, (), stopped_by
+        found = parser.feed(text)
+        if not last and stopped_by is None:
+            return found.text, found.calls, None
+        rest = parser.finish()
+        return found.text + rest.text, found.calls + rest.calls, stopped_by
