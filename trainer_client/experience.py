@@ -30,6 +30,7 @@ from protos.packed import Damaged, Offer
 from trainer_client.batches import ACCEPTED, Batch, batch_of
 from trainer_client.gateway_http import WRONG_SERVER, NoAnswer, Presence, Retry, download, patiently, request
 from trainer_client.loop import AsyncClient, SyncClient
+from trainer_client.old_run import OnOldRun, check_on_old_run, meet
 from trainer_client.unanswered import Unanswered
 from trainer_client.wanted import (
     LEASE_S,
@@ -85,6 +86,7 @@ class ReaderOptions(TypedDict, total=False):
     timeout_s: float  # of one request, besides the wait that it asks for; default 30
     rank: int  # which of the readers that share each batch; default 0
     num_ranks: int  # how many those are; default 1
+    on_old_run: OnOldRun  # where versions exist and no state was loaded; default "continue", with a warning
     api_key: str | None  # of the gateway's key file, with the role trainer; default: LAMINAR_API_KEY, if that is set
 
 
@@ -104,15 +106,26 @@ class AsyncExperienceReader(AsyncClient):
         timeout_s: float = 30.0,
         rank: int = 0,
         num_ranks: int = 1,
+        on_old_run: OnOldRun = "continue",
         api_key: str | None = None,
     ) -> None:
         """`rank` of `num_ranks`: readers of one name share each batch. Each samples the whole batch's size and gets its
-        share, whole or nothing; no trajectory is in two shares."""
+        share, whole or nothing; no trajectory is in two shares.
+
+        `on_old_run`: what to do at the first sample where versions exist that this trainer has not published, and
+        neither `trainer_version` nor a state was given. "continue" trains on what they sampled, with a warning;
+        "refuse" raises Conflict; "discard" leaves it out, and evicts it: publish this run's first weights before."""
         if not 0 <= rank < num_ranks:
             raise InvalidRequest(f"rank {rank} of {num_ranks}", hint="ranks count from 0")
         self.rank, self._num_ranks = rank, num_ranks
+        check_on_old_run(on_old_run)
+        self._on_old_run: OnOldRun = on_old_run
+        self._resumed = trainer_version > 0
+        self._met = False  # the gateway has said which versions there are
+        self._version_min = 0  # the oldest to train on
+        self._first_version = 0  # that was set: the first that this trainer published, unless it resumed
         self.reader = reader
-        self.trainer_version = trainer_version
+        self._trainer_version = trainer_version
         self._leased: dict[str, Batch] = {}  # batches that loops over `batches` hold now
         self._return_lock = asyncio.Lock()
         self._unanswered = Unanswered(self._release)
@@ -122,6 +135,16 @@ class AsyncExperienceReader(AsyncClient):
         self._credentials = bearer(api_key)
         # A cluster-internal address, never a proxy.
         self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False, headers=self._credentials)
+
+    @property
+    def trainer_version(self) -> int:
+        """The newest version that this trainer published."""
+        return self._trainer_version
+
+    @trainer_version.setter
+    def trainer_version(self, version: int) -> None:
+        self._trainer_version = version
+        self._first_version = self._first_version or version
 
     async def close(self) -> None:
         """Gives back the batches that loops over `batches` still hold."""
@@ -141,10 +164,51 @@ class AsyncExperienceReader(AsyncClient):
         the gateway refuses the request, and VersionUnknown when after a minute no relay has announced `trainer_version`
         of the gateway's model.
         """
+        if not self._met:
+            await self._meet()
         if callable(choose := wanted.get("strategy")):
             check_choice(wanted, self.rank, self._num_ranks)
             return await self._choose(wanted, choose)
         self._check_open()
+        batch = await self._once_announced(wanted)
+        if not batch and self._version_min:
+            await self._evict_old()  # what finished since would keep new sessions from being admitted
+        return batch
+
+    async def _meet(self) -> None:
+        """Before the first sample: is there an old run? From its answer on the gateway may be away for a while."""
+        found = await self.statistics()
+        if not self._resumed:
+            newest, run = found.newest_version, found.newest_run
+            if self._first_version:  # published before the first sample, and told of by the publisher
+                newest, run = self._first_version - 1, ""
+            if newest and (not self._first_version or self._on_old_run != "continue"):
+                self._old_run(newest, run)
+        self._met = True
+        if self._version_min:
+            await self._evict_old()
+
+    def _old_run(self, newest: int, run: str) -> None:
+        if self._on_old_run == "discard" and not self._first_version:
+            raise InvalidRequest(
+                f"on_old_run='discard', and versions to {newest} of run {run or 'unknown'} are all that engines have",
+                hint="publish this run's first weights, and set trainer_version, before the first sample",
+            )
+        if self.rank == 0:
+            meet(newest, run, self._on_old_run)
+        if self._on_old_run == "discard":
+            self._version_min = newest + 1
+
+    async def _evict_old(self) -> None:
+        def old(rows: Sequence[Offer]) -> list[str]:
+            return [row.session_id for row in rows if row.facts.oldest_version < self._version_min]
+
+        done = await self.evict(old)
+        if done.evicted:
+            log.info("%d sessions of before version %d are discarded", done.evicted, self._version_min)
+
+    async def _once_announced(self, wanted: Wanted) -> Batch:
+        """A sample, sent again while no relay has announced `trainer_version`."""
         retry, warned = Retry(self._presence, ANNOUNCED_PATIENCE_S), False
         while True:
             try:
@@ -159,6 +223,8 @@ class AsyncExperienceReader(AsyncClient):
     async def _leased_once(self, wanted: Wanted) -> Batch:
         """One try of a sample. What it leased without a whole answer is given back in the background."""
         body = sample_request(self.reader, self.trainer_version, wanted, self.rank, self._num_ranks)
+        if self._version_min:
+            body["version_min"] = self._version_min
         lease_id = f"lease-{secrets.token_hex(8)}"
         try:
             answer = await download(
@@ -174,7 +240,8 @@ class AsyncExperienceReader(AsyncClient):
             raise
         bound = None
         if wanted.get("strategy") == "staleness_bounded":
-            bound = (body["trainer_version"], wanted["staleness_max"])
+            fresh = self.trainer_version - self._version_min
+            bound = (self.trainer_version, min(fresh, wanted["staleness_max"]))
         batch = self._batch_of(answer, bound)
         batch.leased_until_s = time.monotonic() + body["lease_s"]
         return batch
@@ -284,7 +351,8 @@ class AsyncExperienceReader(AsyncClient):
             raise InvalidRequest(
                 f"the state is of reader {found.reader!r}, and this one is {self.reader!r}", hint="pass reader=..."
             )
-        self.trainer_version = max(self.trainer_version, found.trainer_version)
+        self._trainer_version = max(self.trainer_version, found.trainer_version)
+        self._resumed = True
 
     async def resume(self, *states: Mapping[str, Any]) -> int:
         """Goes on where the checkpoint with the `state_dict` was made, before the first sample: acknowledges what was

@@ -34,8 +34,9 @@ from paramserver.client import (
     settled,
 )
 from protos.access.credentials import credentials_in
-from protos.errors import InvalidRequest, VersionLost
+from protos.errors import InvalidRequest, UnknownModel, VersionLost
 from trainer_client.loop import AsyncClient, SyncClient
+from trainer_client.old_run import OnOldRun, check_on_old_run, meet
 from trainer_client.run_state import RunState
 from trainer_client.sources import NamedTensors, Stable, held_still, sources_of
 from trainer_client.streaming.arguments import PublishArguments, PublisherOptions, PublishOptions
@@ -67,6 +68,10 @@ class AsyncPublisher(AsyncClient):
     With `num_ranks` above 1 each rank publishes tensors of its own under the same `run` and steps, all at the same
     time: one version, which seals when every rank's files are in, and not at all if one fails.
 
+    `on_old_run`: what to do at the first publish where the model has versions of another run, and no state was loaded.
+    "continue" goes on above them, with a warning; "refuse" raises Conflict; "discard" is as "continue" here, and for a
+    reader of experience.
+
     `credentials`: the directory of a trainer's, where relays ask for them; without it the one that LAMINAR_CREDENTIALS
     names.
     """
@@ -82,9 +87,12 @@ class AsyncPublisher(AsyncClient):
         timeout_s: float = 10.0,
         rank: int = 0,
         num_ranks: int = 1,
+        on_old_run: OnOldRun = "continue",
         credentials: Path | str | None = None,
     ) -> None:
         check_wait(wait)
+        check_on_old_run(on_old_run)
+        self._on_old_run: OnOldRun = on_old_run
         self._rank = Rank(rank, num_ranks)
         if num_ranks > 1 and run is None:
             raise InvalidRequest(
@@ -197,7 +205,17 @@ class AsyncPublisher(AsyncClient):
         """A wrong address fails at once. For a relay that is lost later a publish waits."""
         if not self._reached:
             await self._relay.status()
+            if self._rank.index == 0 and self.state.earlier_run is None:
+                await self._meet_old_run()
             self._reached = True
+
+    async def _meet_old_run(self) -> None:
+        try:  # of this relay, not the master: a publish that is refused elects none
+            old = [version for version in await self._relay.versions(self.model) if version.run != self.run]
+        except UnknownModel:
+            return
+        if old:
+            meet(old[-1].version, old[-1].run, self._on_old_run)
 
     # ---- what `Publisher.publish_stream` builds on; the tensors are taken on its caller's thread
 

@@ -189,8 +189,11 @@ class StalenessStatistics(msgspec.Struct, frozen=True):
 
 
 class ExperienceStatistics(msgspec.Struct, frozen=True):
-    """`buffer`: the buffer's counters, by name."""
+    """`buffer`: the buffer's counters, by name. `newest_version`, of the run `newest_run`: the newest that relays
+    announced; 0: none."""
 
     buffer: dict[str, int]
     staleness: StalenessStatistics
     sampled: SampledStatistics
+    newest_version: int = 0
+    newest_run: str = ""

@@ -96,6 +96,12 @@ class SampleRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "What is staler is not in this answer, and stays for others. Default: the gateway's bound."
         ),
     ] = None
+    version_min: Annotated[
+        Count,
+        Meta(
+            description="What has a token of an older version is not in this answer: a reader leaves an old run's out."
+        ),
+    ] = 0
     lease_s: Annotated[
         float, Meta(ge=0.001, le=86_400, description="Seconds after which the trajectories return to the buffer.")
     ] = LEASE_S
@@ -202,11 +208,14 @@ class StalenessStatistics(msgspec.Struct):
 
 
 class ExperienceStatistics(msgspec.Struct):
-    """`sampled`: of the last trajectories that readers got."""
+    """`sampled`: of the last trajectories that readers got. `newest_version`: that relays announced; 0: none.
+    `newest_run`: the run that published it; empty while no relay holds it."""
 
     buffer: BufferStatistics
     staleness: StalenessStatistics
     sampled: SampledStatistics
+    newest_version: int
+    newest_run: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +265,8 @@ class _Handlers:
             self._deps.trainer.published(wanted.trainer_version)
         self._deps.fleet.reconcile()  # another bound may admit sessions that wait
         bound = self._deps.staleness_max if wanted.staleness_max is None else wanted.staleness_max
+        if wanted.version_min:
+            bound = min(bound, version - wanted.version_min)
         sampled = await self._deps.buffer.sample(
             holder(wanted.reader, wanted.rank),
             trainer_version=version,
@@ -369,7 +380,16 @@ class _Handlers:
     async def statistics(self, request: web.Request) -> web.Response:
         buffer, behind = self._deps.buffer, self._deps.trainer.staleness
         staleness = StalenessStatistics(behind.generation, behind.finish, behind.use)
-        return answer_json(ExperienceStatistics(buffer.statistics(), staleness, buffer.sampled_statistics()))
+        newest = self._deps.fleet.state.newest
+        return answer_json(
+            ExperienceStatistics(
+                buffer.statistics(),
+                staleness,
+                buffer.sampled_statistics(),
+                newest,
+                self._deps.fleet.relays.run_of(newest),
+            )
+        )
 
 
 def _lease_name(given: Mapping[str, str]) -> str:

@@ -33,7 +33,7 @@ class _Followed:
     client: RelayClient
     watcher: asyncio.Task[None]
     newest: Version | None = None  # None: it has not responded yet
-    held: set[Version] = field(default_factory=set)
+    held: dict[Version, str] = field(default_factory=dict)  # versions, and the runs that published them
     refused: str = ""  # why its registry is refused; empty: it is not
 
 
@@ -85,11 +85,15 @@ class Relays:
     def holders(self, version: Version) -> list[str]:
         return sorted(address for address, followed in self._followed.items() if version in followed.held)
 
+    def run_of(self, version: Version) -> str:
+        """The run that published it; empty while no relay holds it."""
+        return next((each.held[version] for each in self._followed.values() if version in each.held), "")
+
     def gone(self, address: str, version: Version) -> None:
         """The relay does not hold the version any more. An acquire may find that before the watch reports it."""
         followed = self._followed.get(address)
         if followed is not None:
-            followed.held.discard(version)
+            followed.held.pop(version, None)
             self._on_change(address, NO_VERSION)
 
     def addresses(self) -> list[str]:
@@ -137,7 +141,7 @@ class Relays:
         while True:
             held = await self._first(address, client)
             if self._refuses(address, client.origin):
-                self._followed[address].held = set()
+                self._followed[address].held = {}
                 self._note(address, NO_VERSION)  # its engines may join with what they hold
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -154,7 +158,7 @@ class Relays:
             if not can_be(version):
                 log.warning("relay %s reports version %d, which no master assigns: ignored", address, version)
             elif event.kind == "available":
-                self._followed[address].held.add(version)
+                self._followed[address].held[version] = event.version.run
                 self._accept(address, event.origin, version)
             elif event.kind in ("retired", "lost"):
                 self.gone(address, version)
@@ -176,15 +180,15 @@ class Relays:
             self._saw()
         self._note(address, version)
 
-    async def _first(self, address: str, client: RelayClient) -> set[Version]:
+    async def _first(self, address: str, client: RelayClient) -> dict[Version, str]:
         """What the relay holds now; retries until it responds, since nothing can be decided before."""
         logged = ""
         while True:
             try:
                 held = await client.versions(self._model)
-                return {Version(one.version) for one in held if can_be(one.version)}
+                return {Version(one.version): one.run for one in held if can_be(one.version)}
             except UnknownModel:
-                return set()  # nothing was published yet
+                return {}  # nothing was published yet
             except LaminarError as e:
                 if str(e) != logged:
                     log.warning("relay %s does not respond yet; retrying until it does: %s", address, e)

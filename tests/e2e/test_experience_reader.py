@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from gateway.core.types import Version
 from gateway.experience.buffer import ExperienceBuffer
+from gateway.fleet.fleet import Fleet
 from gateway.store.database import Database
-from protos.errors import InvalidRequest, NotFound
+from protos.errors import Conflict, InvalidRequest, NotFound
 from tests.support.experience import experience_app
 from tests.support.pages import blocks
 from tests.support.trajectories import make_trajectory
@@ -23,16 +25,16 @@ from trainer_client import AsyncExperienceReader, Batch, ExperienceReader
 GROUPS = [[make_trajectory(g, i, [1, 2], ([3, 4 + i], [5]), reward=i, version=2) for i in range(2)] for g in "abc"]
 
 
-Served = tuple[ExperienceBuffer, web.Application]
+Served = tuple[ExperienceBuffer, web.Application, Fleet]
 
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     async with (
         Database(tmp_path / "gateway.sqlite") as database,
-        experience_app(database) as (app, stores, _),
+        experience_app(database) as (app, stores, parts),
     ):
-        yield stores.buffer, app
+        yield stores.buffer, app, parts.fleet
 
 
 @pytest.fixture
@@ -97,6 +99,52 @@ async def test_too_stale_experience_is_not_handed_out(buffer: ExperienceBuffer, 
 async def test_what_the_gateway_refuses_is_said_in_its_words(reader: AsyncExperienceReader) -> None:
     with pytest.raises(InvalidRequest, match="group_size"):
         await reader.sample(groups=2)
+
+
+async def test_an_old_runs_experience_is_told_of_once(
+    buffer: ExperienceBuffer, served: Served, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await fill(buffer)
+    served[2].state.newest = Version(3)
+    async with AsyncExperienceReader(url, reader="resumed", trainer_version=3) as resumed:
+        assert len(await resumed.sample(trajectories=1)) == 1
+    async with AsyncExperienceReader(url, reader="loaded") as loaded:
+        loaded.load_state_dict(resumed.state_dict() | {"reader": "loaded"})
+        assert len(await loaded.sample(trajectories=1)) == 1
+    assert "old run" not in caplog.text
+    async with AsyncExperienceReader(url, reader="new") as new:
+        assert [len(await new.sample(trajectories=1)) for _ in range(2)] == [1, 1]
+    told = [record.message for record in caplog.records if "this run begins from its own weights" in record.message]
+    assert len(told) == 1
+    assert "there are versions to 3 of run unknown" in told[0]
+    assert "the old run's experience is trained on as well" in told[0]
+
+
+async def test_an_old_runs_experience_is_refused_or_left_out(
+    buffer: ExperienceBuffer, served: Served, url: str
+) -> None:
+    await fill(buffer)
+    served[2].state.newest = Version(2)
+    async with AsyncExperienceReader(url, reader="a", on_old_run="refuse") as reader:
+        for _ in range(2):
+            with pytest.raises(Conflict, match=r"versions to 2 .*docs/experience.md has how to start over"):
+                await reader.sample(trajectories=1)
+    async with AsyncExperienceReader(url, reader="b", on_old_run="discard") as reader:
+        with pytest.raises(InvalidRequest, match="publish this run's first weights"):
+            await reader.sample(trajectories=1)
+        assert buffer.statistics().leased == 0
+        served[2].state.newest = Version(3)
+        reader.trainer_version = 3
+        assert not await reader.sample(trajectories=1, wait_s=0)
+        assert buffer.statistics().trajectories == 0, "all of it is of the old run"
+        await buffer.add(make_trajectory("late", 0, [1], ([2], []), version=2))
+        await buffer.add(make_trajectory("own", 0, [1], ([2], []), version=3))
+        batch = await reader.sample(trajectories=2, wait_s=0)
+        assert [trajectory.session_id for trajectory in batch.trajectories] == ["own-0"]
+        assert not await reader.sample(trajectories=1, wait_s=0)
+        assert buffer.statistics().trajectories == 0, "what finished since is evicted where nothing else is there"
+    with pytest.raises(InvalidRequest, match=r"on_old_run='stop'.*continue, refuse, discard"):
+        AsyncExperienceReader(url, on_old_run="stop")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -136,17 +136,27 @@ def test_a_state_dict_arrives_at_every_relay_bit_for_bit(tier: Tier, force_tcp: 
             assert torch.equal(tensor, expected[name]), name
 
 
-def test_versions_grow_within_a_run_and_above_it_in_the_next(tier: Tier) -> None:
-    versions, runs = [], set()
+def test_versions_grow_within_a_run_and_above_it_in_the_next(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
+    versions, runs = [], list[str]()
     for first_step in (90, 50):
         with Publisher(tier.address(0), "grows", wait="sealed") as publisher:
-            runs.add(publisher.run)
+            runs.append(publisher.run)
             for step in (first_step, first_step + 1):
                 ticket = when_free(publisher, [("w", np.full(4, step, np.float32))], step)
                 versions.append(ticket.version)
                 assert ticket.stage() in ("sealed", "k_relays", "all")
+            state = publisher.state_dict()
     assert versions == sorted(set(versions))
-    assert len(runs) == 2
+    assert len(set(runs)) == 2
+    told = [record.message for record in caplog.records if "this run begins from its own weights" in record.message]
+    assert len(told) == 1, "the second publisher resumed nothing"
+    assert f"there are versions to {versions[1]} of run {runs[0]}" in told[0]
+    with Publisher(tier.address(0), "grows", on_old_run="refuse") as publisher:
+        with pytest.raises(Conflict, match=f"versions to {versions[3]} of run {runs[1]}"):
+            publisher.publish([("w", np.zeros(4))], step=0)
+        publisher.load_state_dict(state)
+        versions.append(when_free(publisher, [("w", np.full(4, 51, np.float32))], 52).version)
+    assert versions[4] == versions[3] + 1, "the refused one took no number"
     ticket.model = "grows"
     assert read(tier, ticket, relay=0).tensors["w"].tolist() == [51.0] * 4
 

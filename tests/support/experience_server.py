@@ -46,6 +46,7 @@ class ExperienceServer:
     async def running(self) -> AsyncIterator[Self]:
         """Serves on a free port; `url` says where."""
         app = web.Application()
+        app.router.add_get("/experience/statistics", statistics)
         app.router.add_post("/experience/sample", self.sample)
         app.router.add_post("/experience/ack", self.ack)
         app.router.add_post("/experience/release", self.release)
@@ -100,6 +101,14 @@ class ExperienceServer:
         self.stock = [*self.lent.pop(lease_id), *self.stock]
         self.returned.release()
         return web.json_response({})
+
+
+async def statistics(_: web.Request) -> web.Response:
+    """A gateway's without any experience."""
+    spread = dict.fromkeys(("count", "mean", "min", "p50", "p90", "p99", "max"), 0)
+    sampled = dict.fromkeys(("tokens", "sampled_tokens", "reward", "waited_s"), spread)
+    staleness: dict[str, dict[int, int]] = {"generation": {}, "finish": {}, "use": {}}
+    return web.json_response({"buffer": {}, "staleness": staleness, "sampled": sampled})
 
 
 def error_response(status: int, message: str, code: str | None, **headers: str) -> web.Response:

@@ -52,7 +52,7 @@ class FakeRelay(pb_grpc.RelayServicer):
         self._changed.set()
 
     def _sealed(self, version: int) -> pb.SealedVersion:
-        return pb.SealedVersion(model=MODEL, version=version, root_digest=f"d{version}")
+        return pb.SealedVersion(model=MODEL, version=version, root_digest=f"d{version}", run=f"run-{version}")
 
     async def Versions(self, request: pb.VersionsRequest, context: Any) -> pb.VersionsReply:  # noqa: N802
         self.num_listed += 1

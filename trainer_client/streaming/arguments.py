@@ -8,6 +8,7 @@ from typing import Any, Self, TypedDict, cast
 
 from paramserver.client import Files
 from protos.announce_options import AnnounceOptions
+from trainer_client.old_run import OnOldRun
 from trainer_client.streaming.names import Names
 from trainer_client.tickets import WAIT_TIMEOUT_S, Wait, check_wait
 
@@ -21,6 +22,7 @@ class PublisherOptions(TypedDict, total=False):
     timeout_s: float  # of one request to the relay; default 10
     rank: int  # of this process among the publishers of one version; default 0
     num_ranks: int  # default 1
+    on_old_run: OnOldRun  # where versions exist and no state was loaded; default "continue", with a warning
     credentials: Path | str | None  # the directory of a trainer's; default: the one that LAMINAR_CREDENTIALS names
 
 

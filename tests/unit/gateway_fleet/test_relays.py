@@ -61,6 +61,16 @@ async def test_a_relay_that_does_not_answer_is_named_once(
     assert "relay 127.0.0.1:1 does not respond yet; retrying until it does: no relay answers at" in said[0]
 
 
+async def test_the_run_of_a_version_is_known_while_a_relay_holds_it() -> None:
+    async with relay() as (fake, address), followed(address) as found:
+        fake.versions = [1]
+        await until(lambda: found.run_of(Version(1)) == "run-1", "the version that was there")
+        fake.publish(2)
+        await until(lambda: found.run_of(Version(2)) == "run-2", "the one that came")
+        fake.retire(1)
+        await until(lambda: found.run_of(Version(1)) == "", "the end of the first")
+
+
 @pytest.mark.parametrize("error", [KeyError("nobody thought of it"), Corrupt("bytes"), asyncio.CancelledError()])
 async def test_a_watch_that_fails_begins_again_and_costs_no_other_relay(
     monkeypatch: pytest.MonkeyPatch, error: BaseException

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
-from tests.support.experience_server import ExperienceServer, error_response
+from tests.support.experience_server import ExperienceServer, error_response, statistics
 from tests.support.trajectories import make_trajectory
 from tests.unit.gateway_store.disk import until
 from trainer_client import AsyncExperienceReader, Batch, ExperienceReader, Facts, Offer, unanswered
@@ -201,8 +201,9 @@ async def test_an_acknowledgement_whose_answer_was_lost_is_asked_for_again(
 
 
 async def test_a_batch_whose_answer_was_lost_is_given_back_and_sampled_again(
-    gateway: ExperienceServer, reader: AsyncExperienceReader
+    gateway: ExperienceServer, reader: AsyncExperienceReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
     gateway.samples_lost = 1
     with pytest.raises(Unavailable, match="no answer from the gateway"):
         await reader.sample(trajectories=4)
@@ -216,6 +217,7 @@ async def test_a_batch_whose_answer_was_lost_is_given_back_and_sampled_again(
 async def test_a_batch_whose_answer_was_lost_is_given_back_once_the_gateway_answers(
     gateway: ExperienceServer, reader: AsyncExperienceReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
     monkeypatch.setattr("trainer_client.unanswered.RETRY_S", 0.01)
     gateway.samples_lost, gateway.releases_refused = 1, 3
     with pytest.raises(Unavailable):
@@ -225,7 +227,10 @@ async def test_a_batch_whose_answer_was_lost_is_given_back_once_the_gateway_answ
     assert gateway.stock == TRAJECTORIES
 
 
-async def test_a_reader_that_closes_gives_back_what_it_got_no_answer_of(gateway: ExperienceServer) -> None:
+async def test_a_reader_that_closes_gives_back_what_it_got_no_answer_of(
+    gateway: ExperienceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
     gateway.samples_lost = 1
     async with AsyncExperienceReader(gateway.url) as reader:
         with pytest.raises(Unavailable):
@@ -256,6 +261,7 @@ async def test_what_never_reached_the_gateway_is_not_given_back(port: int, caplo
 async def test_a_reader_whose_gateway_stays_away_closes_all_the_same(
     gateway: ExperienceServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
     monkeypatch.setattr("trainer_client.unanswered.CLOSE_S", 0.01)
     gateway.samples_lost, gateway.releases_refused = 1, 1000
     async with AsyncExperienceReader(gateway.url) as reader:
@@ -483,6 +489,7 @@ async def test_an_address_that_is_no_url_is_refused(url: str) -> None:
 
 
 async def test_a_gateway_that_hangs_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
     monkeypatch.setattr(unanswered, "CLOSE_S", 0.1)  # in which it asks whether it got a lease after all
     released = asyncio.Event()
 
@@ -491,6 +498,7 @@ async def test_a_gateway_that_hangs_is_given_up_at_the_deadline(monkeypatch: pyt
         return web.Response()
 
     app = web.Application()
+    app.router.add_get("/experience/statistics", statistics)
     app.router.add_post("/experience/sample", hang)
     runner = web.AppRunner(app)
     await runner.setup()
