@@ -5,7 +5,8 @@ Invariants:
 - what the relay refused is raised as the relay's own error, whatever broke first on this side;
 - mappings are kept from version to version, and none of a file that the relay has destroyed;
 - a mapping that is dropped lets go of the relay's memory when its last writer is done, although an error that somebody
-  keeps holds views of it. Not before: a writer whose bytes went nowhere would report chunks that are not there.
+  keeps holds views of it. Not before: a writer whose bytes went nowhere would report chunks that are not there;
+- a forked child, such as a data loader's, has none of the relay's memory, which could not be used again while it lives.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, Self
@@ -56,6 +58,7 @@ class MappedFile:
         self._num_writers, self._dropped = 0, False
         self.view = self._map.view()
         self.warm = False
+        _living.add(self)
 
     def __len__(self) -> int:
         return len(self.view)
@@ -91,6 +94,25 @@ class MappedFile:
     def _detach_unused(self) -> None:
         if self._dropped and not self._num_writers:
             self._map.detach()
+
+    def leave_to_parent(self, null: int) -> None:
+        """In a forked child, which has no other threads: `null`, which is open there, takes the descriptor's place."""
+        os.dup2(null, self._fd, inheritable=False)
+        self._map.detach()
+
+
+_living: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for place in list(_living):
+        place.leave_to_parent(null)
+    os.close(null)
+
+
+# MADV_DONTFORK would leave holes in the child's addresses, which it may fill before the mapping's own end unmaps them.
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def leave(places: Iterable[MappedFile | None]) -> None:

@@ -11,6 +11,8 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -572,6 +574,38 @@ def test_a_publisher_writes_through_the_passed_descriptors(make_host: MakeHost) 
     assert bytes(host.snapshot.files[0].view()) == expected
     assert host.snapshot.complete
     assert version_root(found, digests) == host.snapshot.root()
+
+
+FORKS = """
+import os, sys
+from paramserver.data.publisher_link import Mappings
+
+path, mappings = sys.argv[1], Mappings()
+place = mappings.map(os.open(path, os.O_RDWR))
+place.view[:5] = b"whole"
+child = os.fork()
+if child == 0:
+    held = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    with open("/proc/self/maps") as maps:
+        held += maps.read().split()
+    place.view[:5] = b"child"
+    mappings.close()
+    place.leave()
+    mappings.close()
+    os._exit(3 if path in held else 0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert bytes(place.view[:5]) == b"whole"
+assert os.path.samestat(place.status(), os.stat(path))
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_holds_none_of_the_relays_memory(tmp_path: Path) -> None:
+    """Or the relay could not use it again while a trainer's data loaders live."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    subprocess.run([sys.executable, "-c", FORKS, str(path)], check=True, timeout=120)
+    assert path.read_bytes()[:6] == b"whole\0"
 
 
 @pytest.mark.parametrize("to", ["another instance", ""], ids=["another", "an earlier release's"])
