@@ -40,15 +40,25 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
 class Ended(msgspec.Struct, frozen=True):
     """How a session ended. `asked`: the request; `told`: its answer. Both are None for a session that was abandoned, or
-    whose end was interrupted by a crash. `owner`: the session's. Stored under these names."""
+    whose end was interrupted by a crash. `owner`: the session's. `first`: the finish without a reward that came
+    before `asked`. `revised`: rewards that were given after the end, in place of those of `asked`. Stored under these
+    names."""
 
     how: How
     asked: Finish | None = None
     told: Finished | None = None
     owner: str = ""
+    first: Finish | None = None
+    revised: Finish | None = None
+
+    @property
+    def reward(self) -> float | None:
+        """The session's, as it is recorded now."""
+        found = None if self.revised is None else self.revised.reward
+        return self.told.reward if found is None and self.told is not None else found
 
     def __str__(self) -> str:
-        reward = "" if self.told is None else f" with reward {self.told.reward:g}, {self.told.status}"
+        reward = "" if self.told is None else f" with reward {self.reward:g}, {self.told.status}"
         return f"{self.how}{reward}"
 
 

@@ -2,7 +2,8 @@
 
 Invariants:
 - a name that is no turn (or no leaf) of the session is refused, and then nothing is changed;
-- a leaf without a reward of its own has the session's.
+- a leaf without a reward of its own has the session's;
+- what is recorded of an ended session can be given again at any time, and changes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gateway.core.endings import Ended, Finish
 from gateway.core.sessions import SessionState
 from gateway.core.types import TurnId
 from protos.errors import InvalidRequest
@@ -25,6 +27,33 @@ class Given:
     session: float | None = None
     turns: Mapping[str, float] = field(default_factory=dict)
     leaves: Mapping[str, float] = field(default_factory=dict)
+
+
+def is_recorded(ended: Ended, given: Given) -> bool:
+    """Whether the end of a session has these rewards already, as they were given with it or after it."""
+    turns, leaves = _recorded(ended)
+    return (
+        given.session in (None, ended.reward)
+        and all(turns.get(turn_of(name)) == reward for name, reward in given.turns.items())
+        and all(leaves.get(turn_of(name)) == reward for name, reward in given.leaves.items())
+    )
+
+
+def with_given(ended: Ended, given: Given) -> Ended:
+    """The end with these rewards in place of those before."""
+    turns, leaves = _recorded(ended)
+    reward = ended.reward if given.session is None else given.session
+    turns |= {turn_of(name): reward for name, reward in given.turns.items()}
+    leaves |= {turn_of(name): reward for name, reward in given.leaves.items()}
+    return msgspec.structs.replace(ended, revised=Finish(reward, turns, leaves))
+
+
+def _recorded(ended: Ended) -> tuple[dict[str, float], dict[str, float]]:
+    """Rewards of turns and of leaves, by turn."""
+    ends = [end for end in (ended.asked, ended.revised) if end is not None]
+    turns: dict[str, float] = {turn_of(name): reward for end in ends for name, reward in end.turns.items()}
+    leaves: dict[str, float] = {turn_of(name): reward for end in ends for name, reward in end.leaves.items()}
+    return turns, leaves
 
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "generate-")

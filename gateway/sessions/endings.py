@@ -27,7 +27,7 @@ from gateway.core.endings import Ended, Finish, Finished, How, Unrewarded
 from gateway.core.expiry import UNNAMED_MAX, crowding, why_over
 from gateway.core.groups import GiveUp, Resample
 from gateway.core.lengths import SessionDurations
-from gateway.core.rewards import Given, note, revised, turn_of
+from gateway.core.rewards import Given, is_recorded, note, revised, turn_of, with_given
 from gateway.core.sessions import SessionState
 from gateway.core.spans import session_span
 from gateway.core.types import SessionId
@@ -45,7 +45,7 @@ from gateway.store import PartialResponsePool, Timeline
 from gateway.store.database import Operation
 from gateway.store.groups import Group
 from gateway.store.sessions import SessionStore
-from protos.errors import Conflict, LaminarError
+from protos.errors import Conflict, LaminarError, NotFound
 from protos.foreign_text import quoted
 from protos.telemetry.logs import about
 from protos.trajectories import Trajectory
@@ -89,7 +89,7 @@ class Endings:
         None: the session waits for its reward. Raises Conflict when it is ending, or has ended, in another way.
         """
         ended = self._live.ended(session_id)
-        if ended is not None and ended.told is not None and ended.asked == request:
+        if ended is not None and ended.told is not None and request in (ended.asked, ended.first):
             await self._store.synced()
             await self._buffer.delivered(session_id)
             return ended.told
@@ -150,7 +150,7 @@ class Endings:
             trajectories = await aside(lambda: list(leaves), long=state.tree.path_tokens > AT_ONCE_TOKENS)
             stored = self._to_be_stored(state)
             finished = _finished(state, reward, first.status, trajectories, stored=stored)
-            ended = Ended("finished", request, finished, state.spec.owner)
+            ended = Ended("finished", request, finished, state.spec.owner, None if first is request else first)
             if stored:
                 try:
                     await self._buffer.add(*trajectories, along=self._ending(state, ended))
@@ -236,12 +236,25 @@ class Endings:
             ended = self._live.ended(session_id)
             if ended is None or ended.how != "finished":
                 self._live.get(session_id)  # raises
-            await self._buffer.delivered(session_id)
-            await self._buffer.revise(session_id, lambda leaves: self._revised(leaves, given))
+            else:
+                await self._revise(session_id, ended, given)
             return "finished"
         await self._note(state, given)
         await self._store.synced()
         return "live" if state.unrewarded is None else "unrewarded"
+
+    async def _revise(self, session_id: SessionId, ended: Ended, given: Given) -> None:
+        """Rewards of a session that has ended. The same again are answered again, also once a trainer has used it."""
+        await self._buffer.delivered(session_id)
+        if not is_recorded(ended, given):
+            try:
+                await self._buffer.revise(session_id, lambda leaves: self._revised(leaves, given))
+            except (Conflict, NotFound) as e:
+                why = f"session {session_id} is already {ended}, and other rewards come too late: {e.message}"
+                raise Conflict(why, hint=e.hint) from e
+            self._live.revise_ended(session_id, ended := with_given(ended, given))
+            await self._store.end(session_id, ended)
+        await self._store.synced()
 
     def _revised(self, leaves: list[Trajectory], given: Given) -> list[Trajectory]:
         late_s = unix_s() - leaves[0].finished_unix_s - self._config.reward_window_s

@@ -83,6 +83,11 @@ class SessionRegistry:
     def ended(self, session_id: SessionId) -> Ended | None:
         return self._ended.get(session_id)
 
+    def revise_ended(self, session_id: SessionId, ended: Ended) -> None:
+        """Other rewards are recorded of a session that has ended."""
+        if session_id in self._ended:
+            self._ended[session_id] = ended
+
     def owner(self, session_id: SessionId) -> str | None:
         """The name whose API key made the session, also of one that has ended; None for an unknown session."""
         state = self._live.get(session_id)

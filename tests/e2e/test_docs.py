@@ -115,7 +115,7 @@ class Documented:
             r"localhost:8080": "gateway:8080",
             r"\b([a-z]+-\d|gateway):(\d+)": lambda found: f"127.0.0.1:{self.port(found[0])}",
             r"(?<=[ \"])\./": f"{self.directory}/",
-            r"^(gateway (status|top|repack))": rf"\1 --url http://127.0.0.1:{self.port('gateway:8080')}",
+            r"^(gateway (status|sessions|top|repack))": rf"\1 --url http://127.0.0.1:{self.port('gateway:8080')}",
         }.items():
             text = re.sub(shown, instead, text)  # type: ignore[arg-type]  # a text, or a function that makes one
         return text

@@ -74,7 +74,54 @@ async def test_a_finish_without_reward_waits_for_it(tmp_path: Path) -> None:
         assert await rewards(http) == []
         assert (await post(http, "/sessions/s/reward", {"reward": 0.5}))["state"] == "finished"
         assert await rewards(http) == [(0.5, [])]
-        await post(http, "/sessions/s/finish", {"reward": 1.0}, 409)
+        told = await post(http, "/sessions/s/finish", {"reward": 1.0}, 409)
+        assert "already finished with reward 0.5" in told["error"]["message"]
+        assert (await post(http, "/finish_session?session_id=s"))["reward"] == 0.5, "the first request, sent again"
+
+
+async def test_a_reward_sent_again_is_answered_again_and_another_one_is_told_what_is_recorded(tmp_path: Path) -> None:
+    """While it waits, while a trainer has it, after it was used, and over a restart."""
+    async with ScriptedEngine("e0") as e0:
+        async with gateway(tmp_path, e0) as (_, http):
+            first, left, _ = await branches(http, "s")
+            finish = {"reward": 1.0, "turns": {first: 0.25}, "leaves": {left: -1.0}, "metrics": {"m": 1.0}}
+            result = await post(http, "/sessions/s/finish", finish)
+            later = {"reward": 2.0, "turns": {first.removeprefix("cmpl-"): 0.5}}
+            await post(http, "/sessions/s/reward", later)
+
+            async def check(http: aiohttp.ClientSession) -> None:
+                assert await post(http, "/sessions/s/finish", finish) == result
+                for again in (later, {"reward": 2.0}, {"leaves": {left: -1.0}}):
+                    told = await post(http, "/sessions/s/reward", again)
+                    assert told == {"session_id": "s", "state": "finished"}
+
+            async def check_refused(http: aiohttp.ClientSession, why: str) -> None:
+                await check(http)
+                for other in ({"reward": 1.0}, {"reward": 2.0, "turns": {first: 0.25}}, {"turns": {"x": 1.0}}):
+                    told = (await post(http, "/sessions/s/reward", other, 409))["error"]["message"]
+                    assert "session s is already finished with reward 2, completed" in told
+                    assert why in told
+                told = (await post(http, "/sessions/s/finish", {"reward": 2.0}, 409))["error"]["message"]
+                assert "already finished with reward 2" in told
+
+            await check(http)
+            batch = await post(http, "/experience/sample", SAMPLE)
+            await check_refused(http, "a reader has session s")
+            await post(http, "/experience/ack", {"lease_id": batch["lease_id"]})
+            await check_refused(http, "is not in the experience buffer")
+        async with gateway(tmp_path, e0) as (_, http):
+            await check_refused(http, "is not in the experience buffer")
+
+
+async def test_a_reward_of_an_evaluation_is_answered_again(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        await post(http, "/sessions", {"session_id": "s", "split": "eval"})
+        await turn(http, "s", [5])
+        await post(http, "/finish_session?session_id=s")
+        for _ in range(2):
+            await post(http, "/sessions/s/reward", {"reward": 0.5})
+        told = await post(http, "/sessions/s/reward", {"reward": 1.0}, 409)
+        assert "already finished with reward 0.5" in told["error"]["message"]
 
 
 async def test_a_window_that_ended_takes_no_reward_and_who_waited_is_abandoned(
