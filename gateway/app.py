@@ -183,7 +183,7 @@ class Gateway:
 async def start(config: GatewayConfig) -> Gateway:
     """Serves when this returns; engines and relays may still be away. Raises LaminarError with what is wrong."""
     keys, place = open_keys(config), admin_place(config)
-    codec = Codec.load(config.tokenizer)
+    codec = Codec.load(config.tokenizer, config.special_tokens_in_text)
     for note in (note for chat in codec.chats for note in chat.notes):
         log.info("the chat template %s", note)
     async with AsyncExitStack() as stack:

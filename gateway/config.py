@@ -15,7 +15,7 @@ from msgspec import Meta
 from gateway.core.fleet import FleetConfig
 from gateway.core.networks import Networks
 from gateway.core.text_requests import TextApi
-from gateway.core.types import LogprobsKind
+from gateway.core.types import InText, LogprobsKind
 from gateway.redis.address import RedisAddress
 from protos.access.credentials import CREDENTIALS_VARIABLE
 from protos.access.etcd import EtcdAccess
@@ -100,6 +100,12 @@ class GatewayConfig:
         click.Path(exists=True, file_okay=False, path_type=Path),
         "Directory with tokenizer.json and the chat template.",
     ]
+    special_tokens_in_text: Annotated[
+        InText,
+        "What becomes of a special token that stands as text in a chat's message or tools, such as <|im_end|> in a web "
+        "page. control: the token, as in vLLM and SGLang, so that its author can end the turn and begin another; "
+        "refuse: the request is refused; text: the ordinary tokens of its characters.",
+    ] = "control"
     engines: Annotated[
         tuple[EngineSpec, ...],
         Flag("--engine", metavar="NAME=KIND=URL[@RELAY]"),

@@ -36,6 +36,8 @@ VersionPolicy = Literal["segment", "strict", "fail"]
 HistoryKind = Literal["first", "extended", "closed", "branch"]
 """How a prompt came from its session's record. `extended`: the newest turn, or a leaf. `closed`: the same, after the
 template ended a turn that was cut short. `branch`: another path through the session began."""
+InText = Literal["control", "refuse", "text"]
+"""What a special token becomes that stands as text in a message: the token, a refusal, or its characters' tokens."""
 History = Literal["record", "template"]
 """For templates that write history otherwise than it was sampled (Qwen3 drops old reasoning): `record` goes on from
 what was sampled, `template` from what the template writes, as a branch."""

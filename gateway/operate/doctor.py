@@ -58,7 +58,7 @@ async def examine_patiently(config: GatewayConfig, wait_s: float) -> list[Findin
 
 async def examine(config: GatewayConfig) -> list[Finding]:
     """Every finding, right or wrong, in the order in which a start meets what is wrong."""
-    codec, found = await asyncio.to_thread(_tokenizer, config.tokenizer)
+    codec, found = await asyncio.to_thread(_tokenizer, config)
     found += [_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])]
     found += await asyncio.to_thread(_data, config)
     if isinstance(config.experience_store, RedisAddress):
@@ -82,9 +82,9 @@ async def examine(config: GatewayConfig) -> list[Finding]:
     return found
 
 
-def _tokenizer(directory: Path) -> tuple[Codec | None, list[Finding]]:
+def _tokenizer(config: GatewayConfig) -> tuple[Codec | None, list[Finding]]:
     try:
-        codec = Codec.load(directory)
+        codec = Codec.load(config.tokenizer, config.special_tokens_in_text)
     except LaminarError as e:
         return None, [Finding("tokenizer", False, e.message, e.hint)]
     template = "with a chat template" if codec.chats else "without a chat template: /v1/completions alone"

@@ -16,10 +16,12 @@ from typing import Any, TypedDict, Unpack
 
 from tokenizers import Tokenizer
 
+from gateway.core.types import InText
 from gateway.tokens import bridge as bridging
 from gateway.tokens.bridge import Bridged, content_text
 from gateway.tokens.chat import Chat
 from gateway.tokens.reasoning import REASONING_MARKERS, TAGS, ReasoningFormat
+from gateway.tokens.special import SpecialTokens
 from gateway.tokens.stream import (
     ByteLevelDetokenizer,
     Detokenizer,
@@ -60,6 +62,7 @@ class Codec:
         eos_token: str | None,
         context_tokens: int | None,
         vocab_size: int,
+        special_tokens_in_text: InText = "control",
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -69,6 +72,7 @@ class Codec:
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
         self._eos_token = eos_token
+        self._special = SpecialTokens(tokenizer, special_tokens_in_text)
         added = tokenizer.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         self.hidden_ids = frozenset(special | eos_ids)
@@ -78,7 +82,7 @@ class Codec:
         self._byte_level = is_byte_level(tokenizer)
 
     @classmethod
-    def load(cls, directory: Path | str) -> Codec:
+    def load(cls, directory: Path | str, special_tokens_in_text: InText = "control") -> Codec:
         """Reads tokenizer.json, and the configs and templates beside it that exist. Raises InvalidRequest."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
@@ -103,6 +107,7 @@ class Codec:
             eos_token=constants.get("eos_token"),
             context_tokens=next(iter(_values(config, "max_position_embeddings")), None),
             vocab_size=max(vocab_sizes + _values(config, "vocab_size")),
+            special_tokens_in_text=special_tokens_in_text,
         )
 
     @cached_property
@@ -199,15 +204,13 @@ class Codec:
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, **how: Unpack[Rendering]
     ) -> list[int]:
         """Token ids of a conversation through the chat template."""
-        return self.encode(self.render_text(messages, tools, **how))
+        return self._encoded(self._rendered(messages, tools, how))
 
     def render_text(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, **how: Unpack[Rendering]
     ) -> str:
         """Raises InvalidRequest where the template refuses a message, or drops its text."""
-        rendered = self._written(messages, tools, how)
-        self._chat(tools).check(messages, rendered)
-        return rendered
+        return self._special.shown(self._rendered(messages, tools, how))
 
     def bridge(
         self,
@@ -221,15 +224,16 @@ class Codec:
 
         `tools` and `template_kwargs` must be those of the recorded turns: their prompts were rendered with them.
         """
-        messages = bridging.marked(recorded_messages, added)
-        rest = bridging.after_mark(self._written(messages, tools, how, new=len(added)))
-        self._chat(tools).check(messages, rest, new=len(added))
-        return bridging.join(recorded_ids, self.encode(rest), self.turn_end_ids, ends_begin=self._ends_begin)
+        messages, new = bridging.marked(recorded_messages, added), len(added)
+        rest = self._encoded(self._rendered(messages, tools, how, new))
+        return bridging.join(recorded_ids, rest, self.turn_end_ids, ends_begin=self._ends_begin)
 
-    def _written(
+    def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None, how: Rendering, new: int | None = None
     ) -> str:
-        """The rendering; up to the end of the last message's text, where that is continued."""
+        """The rendering, of which `_encoded` makes ids; up to the end of the last message's text, where that is
+        continued. `new`: only that of the last messages, behind the marked answer."""
+        messages, tools = self._special.guarded(messages, tools, new)
         continued = how.get("continued", False)
         rendered = self._chat(tools).render(
             bridging.open_ended(messages) if continued else messages,
@@ -238,7 +242,16 @@ class Codec:
             add_generation_prompt=not continued and how.get("add_generation_prompt", True),
             template_kwargs=how.get("template_kwargs"),
         )
-        return bridging.up_to_mark(rendered, content_text(messages[-1].get("content"))) if continued else rendered
+        if continued:
+            rendered = bridging.up_to_mark(rendered, content_text(messages[-1].get("content")))
+        if new is not None:
+            rendered = bridging.after_mark(rendered)
+        self._chat(tools).check(messages, rendered, new)
+        return rendered
+
+    def _encoded(self, rendered: str) -> list[int]:
+        ids = self._special.encoded(rendered)
+        return self.encode(rendered) if ids is None else ids
 
     def _chat(self, tools: Sequence[Tool] | None) -> Chat:
         chat = self._tool_chat if tools and self._tool_chat is not None else self._plain_chat

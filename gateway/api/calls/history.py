@@ -84,7 +84,8 @@ def chat_prompt(
         rendered = codec.render_text([*recorded, *added], tools, **how)
         if codec.decode(bridged.prompt_ids) != rendered:
             reason = "the template renders this history differently than it was sampled"
-            return Prompt(codec.encode(rendered), "branch", added=[*recorded, *added], turn=turn, reason=reason)
+            ids = codec.render([*recorded, *added], tools, **how)
+            return Prompt(ids, "branch", added=[*recorded, *added], turn=turn, reason=reason)
     if tree.children(parent):
         reason = f"turn {parent.depth} has been extended already"
         return Prompt(bridged.prompt_ids, "branch", parent.turn_id, added, turn, reason)
