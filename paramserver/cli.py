@@ -18,7 +18,7 @@ from typing import TypeVar
 import click
 
 from paramserver.client.relay import RelayClient, RelayStatus
-from paramserver.config import EngineBeside, RelayConfig, default_pool_dir
+from paramserver.config import EngineBeside, RelayConfig, default_pool_dir, own_etcd_dir, show_bytes
 from paramserver.core.records import NUMBER_MAX
 from paramserver.credentials.commands import credentials as credentials_group
 from paramserver.membership import LocalEtcd
@@ -143,8 +143,7 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
         await serve(config, credentials, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
         return
     # Beside the pool, and kept: with a new etcd versions would begin at 1 again, below those that engines serve.
-    pool_dir = config.pool_dir.resolve()
-    async with LocalEtcd(data_dir=pool_dir.with_name(f"{pool_dir.name}.etcd")) as etcd:
+    async with LocalEtcd(data_dir=own_etcd_dir(config.pool_dir.resolve()), forget=config.forget) as etcd:
         config = dataclasses.replace(config, etcd=etcd.endpoint)
         keeping = asyncio.create_task(etcd.keep())
 
@@ -302,6 +301,22 @@ def drop(relay: str, credentials: Path | None, model: str) -> None:
 
     held = _run(call())
     click.echo(f"dropped {model} with {'versions ' + ', '.join(map(str, held)) if held else 'no version'}")
+
+
+@cli.command()
+@config_option(RelayConfig, "pool_dir", help="As the relay had it.")
+@config_option(RelayConfig, "name", help="As the relay had it.")
+def clear(pool_dir: Path | None, name: str) -> None:
+    """Gives the memory back that a stopped relay left on this host: its versions, and an etcd of its own.
+
+    Refused while the relay runs. The next start is as after a reboot: it finds no version, and an etcd of its own
+    counts versions from 1 again.
+    """
+    from paramserver.memory.orphans import clear as clear_pool
+
+    where = (pool_dir or default_pool_dir(name)).resolve()
+    freed = clear_pool(where)
+    click.echo(f"{show_bytes(freed)} came back from {where}" if freed else f"no relay left anything in {where}")
 
 
 @cli.command()

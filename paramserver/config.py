@@ -33,6 +33,7 @@ _ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")  # noqa: S104 - compared with, not 
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 4096, 1 << 30  # a publisher and each stripe hold one; frames count in 32 bits
 LEASE_TTL_MAX_S = 3600.0
 SILENCE_MAX_S = 60.0
+OWN_ETCD = ".etcd"
 RATE_MIN = 256 << 10  # bytes go in pieces of 64 KiB, on two stripes, and silence of half a second is death
 
 
@@ -129,6 +130,11 @@ class RelayConfig:
         4 << 30
     )
     retain: Annotated[int, Meta(ge=1), "Newest versions to keep without a pin."] = 2
+    forget: Annotated[
+        bool,
+        "Keep nothing in memory at the end. Without it, the versions held stay in POOL_DIR for the next start, and the "
+        "data of an etcd of its own beside it; `paramserver clear` gives that memory back.",
+    ] = False
     spill: Annotated[
         Path | None,
         DIRECTORY,
@@ -197,7 +203,7 @@ class RelayConfig:
         self._check_times_and_rates()
         if self.spill is not None and self.spill.absolute().resolve().is_relative_to(self.pool_dir.resolve()):
             raise InvalidRequest(
-                f"--spill {self.spill} is in the --pool-dir {self.pool_dir}, which is cleared when it ends",
+                f"--spill {self.spill} is in the --pool-dir {self.pool_dir}, which is in memory",
                 hint="give it a directory elsewhere, on a disk",
             )
 
@@ -233,6 +239,11 @@ class RelayConfig:
 
 def default_pool_dir(name: str) -> Path:
     return Path(f"/dev/shm/laminar-{getpass.getuser()}") / name  # noqa: S108 - a tmpfs is the point
+
+
+def own_etcd_dir(pool_dir: Path) -> Path:
+    """Where a relay without --etcd keeps the data of its own one: beside its pool."""
+    return pool_dir.with_name(f"{pool_dir.name}{OWN_ETCD}")
 
 
 def show_bytes(num: int) -> str:

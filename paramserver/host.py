@@ -17,6 +17,7 @@ from pathlib import Path
 from paramserver.config import show_apart, show_bytes
 from paramserver.data.frames import CONGESTION_CONTROL, tune
 from paramserver.memory.mapping import mount_of
+from paramserver.memory.orphans import Orphan, orphans
 from protos.errors import InvalidRequest
 from protos.findings import Finding
 
@@ -42,7 +43,7 @@ class Host:
     receive_buffer_max: int | None
     send_buffer_max: int | None
     congestion_control: str  # what a socket of the data port gets
-    orphans: tuple[tuple[Path, int], ...]  # pool directories that no relay holds, and their bytes
+    orphans: tuple[Orphan, ...]  # beside the pool directory
 
 
 def address_of(interface: str) -> str:
@@ -73,7 +74,7 @@ def look(pool_dir: Path) -> Host:
         _sysctl("net/core/rmem_max"),
         _sysctl("net/core/wmem_max"),
         _congestion_control(),
-        tuple(_orphans(pool_dir.parent)),
+        tuple(orphans(pool_dir.parent)),
     )
 
 
@@ -86,7 +87,7 @@ def _kernel(release: str) -> tuple[int, int]:
 def judge(host: Host, pool_bytes: int) -> list[Finding]:
     """Every finding, right or wrong, for a relay whose pool has `pool_bytes`."""
     memory = host.file_system in ("tmpfs", "ramfs")
-    orphaned = sum(size for _, size in host.orphans)
+    orphaned = sum(one.size_bytes for one in host.orphans)
     findings = [
         Finding(
             "pool directory in memory",
@@ -117,8 +118,9 @@ def judge(host: Host, pool_bytes: int) -> list[Finding]:
         Finding(
             "orphaned pools",
             not host.orphans,
-            "; ".join(f"{path} ({show_bytes(size)})" for path, size in host.orphans) or "none",
-            f"no relay holds them: {show_bytes(orphaned)} come back with rm -r, or by starting the relay of that name",
+            "; ".join(f"{one.directory} ({show_bytes(one.size_bytes)})" for one in host.orphans) or "none",
+            f"no relay holds them: {show_bytes(orphaned)} come back with `paramserver clear --pool-dir DIR`; the next "
+            "relay of that directory finds its versions",
             advice=True,
         ),
     ]
@@ -165,29 +167,3 @@ def _congestion_control() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         tune(probe)
         return probe.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
-
-
-def _orphans(parent: Path) -> list[tuple[Path, int]]:
-    """Pool directories beside this one whose lock nobody holds."""
-    found = []
-    for lock in sorted(parent.glob("*/.lock")) if parent.is_dir() else []:
-        if _held(lock):
-            continue
-        size = sum(path.stat().st_blocks * 512 for path in lock.parent.rglob("*") if path.is_file())
-        if size:
-            found.append((lock.parent, size))
-    return found
-
-
-def _held(lock: Path) -> bool:
-    try:
-        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # gone meanwhile, or somebody else's: nothing to be cleared from here
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False

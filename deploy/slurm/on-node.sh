@@ -32,7 +32,7 @@ case ${1:?etcd, relay, engine or gateway} in
     ;;
   relay)
     # The trainer publishes on the first node; a node with an engine registers it. The pool is in /dev/shm, which all
-    # steps of a job on a node share, also where Slurm gives each job one of its own.
+    # steps of a job on a node share, also where Slurm gives each job one of its own. Nothing stays there after the job.
     options=()
     if [[ $node != "$HEAD" ]]; then options+=(--no-publish-host); fi
     if [[ $node != "$HEAD" || -n $HEAD_ENGINE ]]; then
@@ -40,7 +40,7 @@ case ${1:?etcd, relay, engine or gateway} in
     fi
     # shellcheck disable=SC2086  # options are words
     keep paramserver serve --name "$node" --host "$node" --port "$RELAY_PORT" --metrics-port "$METRICS_PORT" \
-      --etcd "$HEAD:$ETCD_PORT" --pool-bytes "$POOL_BYTES" "${options[@]}" $RELAY_OPTIONS "$RELAY_ACCESS"
+      --etcd "$HEAD:$ETCD_PORT" --pool-bytes "$POOL_BYTES" --forget "${options[@]}" $RELAY_OPTIONS "$RELAY_ACCESS"
     ;;
   engine)
     # shellcheck disable=SC2086

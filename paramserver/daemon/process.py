@@ -19,7 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paramserver.config import RelayConfig
+from paramserver.config import RelayConfig, show_bytes
 from paramserver.core.notices import Notices
 from paramserver.core.records import Member
 from paramserver.daemon.access import check_serves
@@ -36,9 +36,10 @@ from paramserver.data.spill import Spill
 from paramserver.host import address_of
 from paramserver.membership.etcd import CALL_TIMEOUT_S, START_TIMEOUT_S, EtcdRegistry
 from paramserver.memory import stored
-from paramserver.memory.pool import GRPC_SOCKET, PUBLISH_SOCKET, Pool
+from paramserver.memory.pool import Pool
 from paramserver.memory.private import keep_private
 from paramserver.memory.store import Snapshot, Store
+from paramserver.memory.stored import GRPC_SOCKET, PUBLISH_SOCKET
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.recovery import Recovery
 from protos.access.credentials import Credentials
@@ -224,10 +225,23 @@ async def _open_store(
     left = stored.find(config.pool_dir)
     pool = Pool(config.pool_dir, config.pool_bytes, keep=[path for one in left for path in one.paths])
     store = Store(pool, left)
-    stack.callback(store.close)
+    stack.callback(_close_store, store, config)
     found = await asyncio.to_thread(find_again, store, left, notices)
     await asyncio.to_thread(pool.preallocate)
     return store, left, found
+
+
+def _close_store(store: Store, config: RelayConfig) -> None:
+    """Gives the memory back, and reports how much of it stays."""
+    kept = store.close(forget=config.forget)
+    if kept:
+        log.info(
+            "%s stay in memory, in %s, with %s: the next start finds them, and %s gives them back",
+            show_bytes(sum(one.manifest.size_bytes for one in kept)),
+            config.pool_dir,
+            ", ".join(sorted(f"version {one.manifest.version} of {one.manifest.model}" for one in kept)),
+            f"`paramserver clear --pool-dir {config.pool_dir}`",
+        )
 
 
 async def _start_nixl(config: RelayConfig, stack: contextlib.AsyncExitStack) -> NixlProcesses | None:

@@ -65,8 +65,9 @@ class LocalEtcd:
     In `data_dir` it is kept, and with `port` 0 the port of its last life too.
     """
 
-    def __init__(self, *, data_dir: Path | None = None, port: int = 0) -> None:
-        self._keep = data_dir
+    def __init__(self, *, data_dir: Path | None = None, port: int = 0, forget: bool = False) -> None:
+        """`forget`: the data is kept while it runs, through whatever starts again, and not after its end."""
+        self._keep, self._forget = data_dir, forget
         self._port = port
         self._lock_fd: int | None = None
         self._made = False  # the folder, by this start, and its etcd has not served anybody yet
@@ -103,6 +104,7 @@ class LocalEtcd:
         if kind is None:
             self.settle()
         await self._end()
+        self._made |= self._forget
         self._clean()
 
     async def start(self) -> None:

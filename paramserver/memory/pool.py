@@ -39,8 +39,9 @@ from pathlib import Path
 
 from paramserver.config import show_apart, show_bytes
 from paramserver.memory.mapping import HUGE_BYTES, FileMapping, mount_of
-from paramserver.memory.stored import lock_directory
-from protos.errors import Conflict, OutOfCapacity, TooLarge, Unavailable
+from paramserver.memory.orphans import clear_hint
+from paramserver.memory.stored import LOCK, POOLS, lock_directory, refuse_foreign
+from protos.errors import OutOfCapacity, TooLarge, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +50,6 @@ BLANK_BYTES_MAX = (4 << 30) + (1 << 20)  # a file of the SDK's default size with
 LAYOUTS_MAX = 16  # models for whose next version the pool keeps files of the right sizes
 PIECE_BYTES = 256 << 20  # allocated, or touched, at once: how long a stop may wait
 SMALL_BYTES = 1 << 20  # a smaller file is not worth cutting from a warm one
-PUBLISH_SOCKET, GRPC_SOCKET = "publish.sock", "grpc.sock"
-OURS = {".lock", "free", "filling", "snapshots", "records", PUBLISH_SOCKET, GRPC_SOCKET}
-"""All that a relay puts into its directory; what one that was killed left there is no obstacle to the next."""
 
 
 class PoolFile:
@@ -255,7 +253,7 @@ class Pool:
         self._uncut = False
         self._closing = False
         self._serial = 0
-        _refuse_foreign(directory)
+        refuse_foreign(directory, POOLS, "give --pool-dir a directory of its own")
         self._lock_fd = lock_directory(directory, "--pool-dir")
         self._free_directory = directory / "free"
         _clear(directory, keep)
@@ -270,7 +268,7 @@ class Pool:
             wanted, free = show_apart(new_bytes, found.f_bavail * found.f_frsize)
             raise OutOfCapacity(
                 f"a pool of {show_bytes(self.pool_bytes)} wants {wanted}, {self.directory} has room for {free}",
-                hint="lower --pool-bytes, or point --pool-dir at a larger tmpfs",
+                hint=clear_hint(self.directory.parent) or "lower --pool-bytes, or point --pool-dir at a larger tmpfs",
             )
         blank = self.pool_bytes // max(NUM_BLANKS, -(-self.pool_bytes // BLANK_BYTES_MAX))
         blank -= blank % mmap.PAGESIZE
@@ -697,25 +695,11 @@ def _found_again(paths: Sequence[Path]) -> list[PoolFile]:
     return files
 
 
-def _refuse_foreign(directory: Path) -> None:
-    """Everything below is cleared: a home directory given by mistake must not be."""
-    try:
-        foreign = sorted(set(os.listdir(directory)) - OURS)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise Unavailable(f"cannot use {directory}: {error.strerror}", hint="choose another --pool-dir") from error
-    if foreign:
-        raise Conflict(
-            f"{directory} holds {foreign[0]!r}, which is no relay's", hint="give --pool-dir a directory of its own"
-        )
-
-
 def _clear(directory: Path, keep: Collection[Path] = ()) -> None:
     """Reclaims what an earlier life left, except the lock and what is to be stored."""
     for root, names, files in os.walk(directory, topdown=False):
         for path in (Path(root) / name for name in files):
-            if path.name != ".lock" and path not in keep:
+            if path.name != LOCK and path not in keep:
                 path.unlink()
         for path in (Path(root) / name for name in names):
             if not any(path in stays.parents for stays in keep):

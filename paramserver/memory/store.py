@@ -3,7 +3,8 @@
 Invariants:
 - a chunk counts as present only with its digest known and matching; waiters wake then, never before;
 - a snapshot's directory appears under its published path by one rename, when it is shown, and leaves it by one;
-- what an earlier life left stays where it is until it is offered again: a start that fails leaves it to the next;
+- what an earlier life left stays where it is until it is offered again: a start that fails leaves it to the next, and
+  an end leaves what is shown;
 - bytes are served only inside `reading`, and a snapshot's memory goes back only when nobody is inside: otherwise a peer
   would be sent what the next version writes there.
 """
@@ -48,7 +49,7 @@ class Snapshot:
         self.files = files
         self.directory = directory
         self.written_elsewhere = False  # a publisher got the descriptors
-        self.sealed: Sealed | None = None  # once it is shown
+        self.sealed: Sealed | None = None  # once it is shown, or was in an earlier life
         self.record_failed = False
         self.leaving = False  # its memory is being given back
         self.holding = Holding()  # how a fetch brought it here
@@ -271,6 +272,7 @@ class Store:
                 f"{stored.directory}, left by an earlier life, cannot be read: {error.strerror}"
             ) from error
         snapshot = Snapshot(stored.manifest, files, stored.directory)
+        snapshot.sealed = stored.sealed
         for index, expected in enumerate(stored.digests):
             if digest(snapshot.place(index)) != expected:
                 self.remove(snapshot, "damaged")
@@ -346,10 +348,20 @@ class Store:
         shutil.rmtree(snapshot.directory)
         return quarantined
 
-    def close(self) -> None:
+    def close(self, *, forget: bool = False) -> list[StoredSnapshot]:
+        """Gives memory back, without that of versions which the next life finds again: they are returned. All of it to
+        `forget`."""
         for snapshot in list(self._snapshots.values()):
             snapshot.close("the relay ends")
-        self.pool.close(keep=[path for stored in self._left.values() for path in stored.paths])
+        kept = [] if forget else [*self._left.values(), *self._recorded()]
+        self.pool.close(keep=[path for stored in kept for path in stored.paths])
+        return kept
+
+    def _recorded(self) -> Iterator[StoredSnapshot]:
+        for key, snapshot in self._snapshots.items():
+            if snapshot.sealed is not None and key not in self._unrecorded:
+                digests = tuple(snapshot.digests())
+                yield StoredSnapshot(self.pool.directory, snapshot.manifest, snapshot.sealed, digests)
 
     def _directory(self, kind: str, manifest: Manifest) -> Path:
         return self.pool.directory / kind / relative_path(manifest)

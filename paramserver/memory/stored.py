@@ -27,12 +27,16 @@ from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, Unavailabl
 
 log = logging.getLogger(__name__)
 
+LOCK = ".lock"
 RECORDS = "records"
 SNAPSHOTS = "snapshots"
 SPARES = ".spare"  # among the records; no model has such a name
 NUM_SPARES = 4
 SPARE_BYTES = 64 << 10
 COPY_BYTES = 16 << 20
+PUBLISH_SOCKET, GRPC_SOCKET = "publish.sock", "grpc.sock"
+POOLS = {LOCK, "free", "filling", SNAPSHOTS, RECORDS, PUBLISH_SOCKET, GRPC_SOCKET}
+"""All that a relay puts into the directory of its pool; what a killed one left there is no obstacle to the next."""
 LONGEST_TIME_S = 1234567890.1234567  # no time of day takes more characters
 
 
@@ -78,6 +82,18 @@ class StoredSnapshot:
         return [*self.files, self.record]
 
 
+def refuse_foreign(directory: Path, names: Collection[str], hint: str) -> None:
+    """Everything below is cleared: a home directory given by mistake must not be. Conflict for any but these names."""
+    try:
+        foreign = sorted(set(os.listdir(directory)) - set(names))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise Unavailable(f"cannot use {directory}: {error.strerror}", hint="choose another --pool-dir") from error
+    if foreign:
+        raise Conflict(f"{directory} holds {foreign[0]!r}, which is no relay's", hint=hint)
+
+
 def lock_directory(directory: Path, option: str) -> int:
     """Makes a directory this process's own: the descriptor that holds its lock. Conflict while another relay has it.
 
@@ -85,11 +101,13 @@ def lock_directory(directory: Path, option: str) -> int:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise Unavailable(f"cannot use {directory}: {error.strerror}", hint=f"choose another {option}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.fstat(fd).st_nlink:
+            raise BlockingIOError("it was cleared just now")
     except OSError as error:
         os.close(fd)
         if isinstance(error, BlockingIOError):

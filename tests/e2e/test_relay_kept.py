@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,38 @@ async def test_a_crashed_relay_finds_its_versions_again_and_serves_them_alone(re
     assert "found version 2 of policy again, hashed in" in again.log()
     await publish_on(again, 3, 4)
     await check_bytes(again, 4)
+
+
+async def test_a_stopped_relay_finds_its_versions_again_until_they_are_cleared_or_forgotten(relays: Relays) -> None:
+    first = relays.start("a")
+    [pool] = relays.pools.glob("a-*")
+    await publish_on(first, 1, 2)
+    inodes = {path.stat().st_ino for path in pool.rglob(FILE)}
+    clear = ["paramserver", "clear", "--pool-dir", str(pool)]
+    assert "is in use: its relay runs" in (await asyncio.to_thread(run, clear, status=1)).stderr
+    assert first.stop() == 0
+    stays = f"stay in memory, in {pool}, with version 1 of policy, version 2 of policy"
+    assert stays in first.log()
+    again = relays.start("a", "--pool-dir", str(pool))
+    assert await held(again) == [1, 2]
+    await check_bytes(again, 2)
+    assert {path.stat().st_ino for path in pool.rglob(FILE)} == inodes, "the same memory, not a copy"
+    assert again.stop() == 0
+    assert stays in again.log(), "whether it was published or found"
+    assert f"came back from {pool}" in (await asyncio.to_thread(run, clear)).stdout
+    assert not pool.exists()
+    last = relays.start("a", "--pool-dir", str(pool), "--forget")
+    assert await held(last) == []
+    await publish_on(last, 3)
+    assert last.stop() == 0
+    assert "stay in memory" not in last.log()
+    assert [path.name for path in pool.rglob("*")] == [".lock"]
+
+
+def run(command: list[str], *, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120.0)
+    assert done.returncode == status, done.stderr
+    return done
 
 
 async def test_what_a_crash_left_survives_starts_that_fail_and_starts_that_are_killed(

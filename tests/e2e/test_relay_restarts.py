@@ -223,6 +223,12 @@ async def test_a_relay_with_an_etcd_of_its_own_goes_on_counting_after_a_restart(
             assert ticket.version == 3
             await ticket.wait_sealed(60.0)
         assert second.stop() == 0
+        assert (pools / "a.etcd").exists()
+        third = await asyncio.to_thread(start_process, "relay-forgets", [*command, "--forget"], tmp_path)
+        lives.append(third)
+        assert third.ready["etcd"] == first.ready["etcd"]
+        assert third.stop() == 0
+        assert not (pools / "a.etcd").exists(), "and with it the numbers"
     finally:
         for daemon in lives:
             if daemon.process.poll() is None:

@@ -15,8 +15,10 @@ from paramserver.cli import cli
 from paramserver.client import RelayClient
 from paramserver.doctor import examine
 from paramserver.host import BUFFER_MIN, FILES_MIN, Host, address_of, judge, judge_clock, look
+from paramserver.memory.orphans import Orphan
+from paramserver.memory.pool import Pool
 from protos.access.etcd import EtcdAccess
-from protos.errors import InvalidRequest
+from protos.errors import Conflict, InvalidRequest, OutOfCapacity
 from protos.findings import Finding
 from tests.support.relays import Relays
 
@@ -53,7 +55,7 @@ def test_a_newer_kernel_needs_no_huge_pages_of_the_mount() -> None:
         ({"free_bytes": 63 << 30}, "room for the pool", False, "size=65G"),
         ({"huge": "never"}, "huge pages on the tmpfs", True, "huge=within_size"),
         ({"files_max": 1024}, "open files", False, "ulimit -n 4096"),
-        ({"orphans": ((Path("/dev/shm/laminar/b"), 1 << 30),)}, "orphaned pools", True, "1 GiB come back"),
+        ({"orphans": (Orphan(Path("/dev/shm/laminar/b"), 1 << 30),)}, "orphaned pools", True, "1 GiB come back"),
         ({"congestion_control": "bbr"}, "congestion control", True, "tcp_allowed_congestion_control='cubic ...'"),
         ({"receive_buffer_max": 212992}, "socket buffers (rmem_max)", True, "net.core.rmem_max=4194304"),
     ],
@@ -81,7 +83,7 @@ def test_this_host_is_read_and_pools_without_a_relay_are_found(tmp_path: Path) -
     held = os.open(tmp_path / "live" / ".lock", os.O_RDWR)
     fcntl.flock(held, fcntl.LOCK_EX)
     found = look(tmp_path / "new" / "pool")
-    assert look(tmp_path / "new").orphans == ((tmp_path / "left", 8192),)
+    assert look(tmp_path / "new").orphans == (Orphan(tmp_path / "left", 8192),)
     assert found.free_bytes > 0
     assert found.files_max > 0
     os.close(held)
@@ -127,3 +129,45 @@ def test_a_pool_of_somebody_else_is_none_that_was_left(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "open", refuse)
     assert look(tmp_path / "mine").orphans == ()
+
+
+def test_what_a_stopped_relay_left_comes_back_with_one_command(tmp_path: Path) -> None:
+    pool, etcd = tmp_path / "a", tmp_path / "a.etcd"
+    for directory, content in ((pool, "snapshots/policy/v00000001/w"), (etcd, "etcd/member/wal/0.wal")):
+        (directory / content).parent.mkdir(parents=True)
+        (directory / content).write_bytes(bytes(8192))
+        (directory / ".lock").touch()
+    assert look(tmp_path / "b").orphans == (Orphan(pool, 16384),), "with the data of its own etcd"
+    clear = ["clear", "--pool-dir", str(pool)]
+    for running in (pool, etcd):
+        with (running / ".lock").open("r+") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            refused = CliRunner().invoke(cli, clear)
+            assert isinstance(refused.exception, Conflict)
+            assert f"{running} is in use: its relay runs" in str(refused.exception)
+            assert look(tmp_path / "b").orphans == ()
+    assert "16 KiB came back from" in CliRunner().invoke(cli, clear).output
+    assert list(tmp_path.iterdir()) == []
+    assert "no relay left anything in" in CliRunner().invoke(cli, clear).output
+
+
+def test_a_directory_with_anything_that_is_no_relays_is_not_cleared(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in (".lock", "thesis.txt"):
+        (home / name).write_text("mine")
+    refused = CliRunner().invoke(cli, ["clear", "--pool-dir", str(home)])
+    assert isinstance(refused.exception, Conflict)
+    assert "holds 'thesis.txt', which is no relay's" in str(refused.exception)
+    assert (home / "thesis.txt").read_text() == "mine"
+
+
+def test_a_pool_without_room_names_those_that_no_relay_holds(tmp_path: Path) -> None:
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left" / ".lock").touch()
+    (tmp_path / "left" / "file").write_bytes(bytes(8192))
+    pool = Pool(tmp_path / "pool", 1 << 60)
+    with pytest.raises(OutOfCapacity) as refused:
+        pool.preallocate()
+    pool.close()
+    assert f"`paramserver clear --pool-dir {tmp_path / 'left'}`" in refused.value.hint
