@@ -6,19 +6,26 @@ ends its session: with its reward, or abandoned where the rollout failed.
 
 Invariants:
 - a session is finished with exactly the reward that its trace reports; the gateway answers a repeated finish alike;
+- agents that an environment does not train (a judge, a modelled user) hand nothing to a trainer: their sessions are
+  abandoned;
+- the rollouts of one task by one agent are a group;
 - what could not be finished is counted and named, and the command fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,23 +75,39 @@ class VerifiersOptions:
         ]
 
 
+TRUNCATED = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
+"""The stop conditions by which verifiers 0.4 ends an agent itself (`Trace.is_truncated`)."""
+METRICS_MAX = 64
+"""Of one session, as the gateway takes them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a session ends. `reward` None: its rollout failed, for `why`."""
+    """How a session ends. `reward` None: its rollout failed, for `why`, or its agent is not `trained`. `seat`: the task
+    and the agent, whose rollouts are a group."""
 
     session_id: str
     reward: float | None
     why: str = ""
+    trained: bool = True
+    truncated: bool = False
+    seat: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Ends:
-    """Counts of sessions by how they ended. `failed`: the gateway did not take the end."""
+    """Counts of sessions by how they ended. `failed`: the gateway did not take the end; `members`: the finished ones of
+    each group of the `run`."""
 
+    run: str
     finished: int = 0
     abandoned: int = 0
+    untrained: int = 0
     failed: int = 0
     rewards: float = 0.0
+    members: Counter[str] = field(default_factory=Counter)
 
 
 def endings(line: str) -> list[Ending]:
@@ -92,15 +115,38 @@ def endings(line: str) -> list[Ending]:
     episode = json.loads(line)
     if not isinstance(episode, dict) or not isinstance(episode.get("traces"), list):
         raise ValueError("not an episode of verifiers 0.4: no list of traces")
-    return [_ending(trace) for trace in episode["traces"] if trace.get("calls")]
+    seats: Counter[str] = Counter()  # an agent may play more than once in an episode
+    return [_ending(trace, seats) for trace in episode["traces"] if trace.get("calls")]
 
 
-def _ending(trace: Mapping[str, Any]) -> Ending:
+def _ending(trace: Mapping[str, Any], seats: Counter[str]) -> Ending:
+    agent, task = trace["agent"]["name"], trace["task"]
+    seats[agent] += 1
+    tags = {"task": str(task.get("key") or task.get("hash") or ""), "agent": agent}
+    if not trace["agent"]["trainable"]:
+        return Ending(trace["id"], None, f"agent {agent} is not trained", trained=False)
     if not trace.get("ok"):
         why = "; ".join(str(error) for error in trace.get("errors") or ()) or str(trace.get("stop_condition"))
         return Ending(trace["id"], None, why[:300])
-    rewards = [reward for reward in (trace.get("rewards") or {}).values() if reward is not None]
-    return Ending(trace["id"], float(sum(reward["score"] * reward["weight"] for reward in rewards)))
+    rewards = {name: reward for name, reward in (trace.get("rewards") or {}).items() if reward is not None}
+    metrics = {f"reward/{name}": reward["score"] for name, reward in rewards.items()} | (trace.get("metrics") or {})
+    try:
+        total = float(sum(reward["score"] * reward["weight"] for reward in rewards.values()))
+    except TypeError:
+        return Ending(trace["id"], None, f"a reward is no number: {rewards!r:.200}")
+    return Ending(
+        trace["id"],
+        total,
+        truncated=_is_truncated(trace),
+        seat=f"{tags['task']}/{agent}/{seats[agent]}",
+        tags=tags,
+        metrics={name: value for name, value in metrics.items() if value is not None},
+    )
+
+
+def _is_truncated(trace: Mapping[str, Any]) -> bool:
+    last: Mapping[str, Any] = next((call for call in reversed(trace["calls"]) if call.get("error") is None), {})
+    return trace.get("stop_condition") in TRUNCATED or last.get("finish_reason") == "length"
 
 
 class Traces:
@@ -129,7 +175,7 @@ async def run(options: VerifiersOptions) -> Ends:
     traces = Traces(options.out)
     for _ in traces.new():  # of an earlier run
         pass
-    ends = Ends()
+    ends = Ends(secrets.token_hex(4))
     key = api_key()  # its sessions belong to whose key makes their calls, and are ended below with the same
     environment = {**programs_environment(), "OPENAI_API_KEY": key}
     credentials = {} if key == NO_KEY else {"Authorization": f"Bearer {key}"}
@@ -151,11 +197,14 @@ async def run(options: VerifiersOptions) -> Ends:
             await _stop(process)
             await _end_sessions(http, traces, ends)
     log.info(
-        "%d sessions finished (mean reward %.3f), %d abandoned",
+        "%d sessions finished (mean reward %.3f), %d abandoned%s",
         ends.finished,
         ends.rewards / max(1, ends.finished),
         ends.abandoned,
+        f", {ends.untrained} of agents that are not trained" if ends.untrained else "",
     )
+    if short := sum(members < options.rollouts for members in ends.members.values()):
+        log.warning("%d groups have less than %d members: no reader of whole groups gets them", short, options.rollouts)
     if process.returncode:
         raise RunFailed(f"{options.program} ended with status {process.returncode}: its own output says why")
     if ends.failed:
@@ -187,10 +236,20 @@ async def _end_sessions(http: httpx.AsyncClient, traces: Traces, ends: Ends) -> 
             await _end(http, ending, ends)
 
 
+def _finish(ending: Ending, ends: Ends) -> Mapping[str, Any]:
+    """The body of its finish. The session was made by its first call, so that it has no group and no tags yet."""
+    group = f"{ends.run}-{hashlib.blake2b(ending.seat.encode(), digest_size=8).hexdigest()}"
+    place = {"group_id": group, "sample_index": ends.members[group], "tags": dict(ending.tags)} if ending.seat else {}
+    status = "truncated" if ending.truncated else "completed"
+    metrics = dict(islice(ending.metrics.items(), METRICS_MAX))
+    return {"reward": ending.reward, "status": status, "metrics": metrics, **place}
+
+
 async def _end(http: httpx.AsyncClient, ending: Ending, ends: Ends) -> None:
     path = f"/sessions/{ending.session_id}/{'abandon' if ending.reward is None else 'finish'}"
+    body = {"reason": ending.why} if ending.reward is None else _finish(ending, ends)
     try:
-        answer = await http.post(path, json={} if ending.reward is None else {"reward": ending.reward})
+        answer = await http.post(path, json=body)
         never_began = ending.reward is None and answer.status_code == httpx.codes.NOT_FOUND
         if not never_began:  # all its calls were refused, such as images: there is nothing to abandon
             answer.raise_for_status()
@@ -198,12 +257,17 @@ async def _end(http: httpx.AsyncClient, ending: Ending, ends: Ends) -> None:
         ends.failed += 1
         log.error("session %s was not ended: %s", ending.session_id, str(error) or type(error).__name__)
         return
+    if not ending.trained:
+        ends.untrained += 1
+        return
     if ending.reward is None:
         ends.abandoned += 1
         log.warning("session %s was abandoned: %s", ending.session_id, ending.why)
         return
     ends.finished += 1
     ends.rewards += ending.reward
+    if "group_id" in body:
+        ends.members[body["group_id"]] += 1
 
 
 @click.command("verifiers", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})

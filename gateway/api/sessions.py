@@ -14,7 +14,7 @@ from gateway.api.access import caller_of
 from gateway.api.bodies import EXACT_MAX, AtLeastOne, Count, answer_json, decode, in_range
 from gateway.api.errors import BadField
 from gateway.core.access import owner_of
-from gateway.core.endings import Finish, Finished, How
+from gateway.core.endings import Finish, Finished, How, Tags
 from gateway.core.rewards import Given
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionPolicy
@@ -29,8 +29,6 @@ from protos.trajectories import VersionChange
 
 PRIORITY_MAX = 1000
 GroupName = Annotated[str, Meta(max_length=256)]
-Tags = Annotated[dict[Annotated[str, Meta(max_length=256)], Annotated[str, Meta(max_length=4096)]], Meta(max_length=64)]
-"""They are stored with each trajectory, and returned with it."""
 
 
 class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from protos.errors import Conflict
+from protos.trajectories import Trajectory
+
 How = Literal["finished", "abandoned"]
 Status = Literal["completed", "truncated"]
+Tags = Annotated[
+    dict[Annotated[str, msgspec.Meta(max_length=256)], Annotated[str, msgspec.Meta(max_length=4096)]],
+    msgspec.Meta(max_length=64),
+]
+"""They are stored with each trajectory, and returned with it."""
 
 
 class Finish(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -21,6 +30,17 @@ class Finish(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     ] = {}
     status: Annotated[Status, msgspec.Meta(description="truncated: a limit ended it, not the agent.")] = "completed"
     metrics: Annotated[dict[str, float], msgspec.Meta(description="Numbers by name, stored with each trajectory.")] = {}
+    group_id: Annotated[
+        Annotated[str, msgspec.Meta(max_length=256)] | None,
+        msgspec.Meta(
+            description="Of a session that its first call made: the group of its trajectories, if not its own."
+        ),
+    ] = None
+    sample_index: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, le=(1 << 53) - 1)] | None,
+        msgspec.Meta(description="Its number in that group, from 0."),
+    ] = None
+    tags: Annotated[Tags, msgspec.Meta(description="Texts by name, beside those that the session was made with.")] = {}
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,3 +88,27 @@ class Unrewarded:
 
     asked: Finish
     until_unix_s: float
+
+
+def check_place(session_id: str, group_id: str, request: Finish, *, made: bool) -> None:
+    """Raises Conflict for a finish that names another group than the session, made in `group_id`, may be in. `made`:
+    the group that it names was made by `POST /groups`, with members of its own."""
+    if request.group_id in (None, group_id):
+        return
+    if made or group_id != session_id:
+        why = f"is in group {group_id}" if group_id != session_id else "is none of its members"
+        raise Conflict(
+            f"session {session_id} cannot join group {request.group_id}: it {why}",
+            hint="a finish names the group of a session that was made without one",
+        )
+
+
+def placed(leaves: Iterable[Trajectory], *requests: Finish) -> Iterator[Trajectory]:
+    """The trajectories with the group and the tags that their finish names; the last request decides."""
+    place: dict[str, Any] = {}
+    tags: dict[str, str] = {}
+    for request in requests:
+        named = {"group_id": request.group_id, "sample_index": request.sample_index}
+        place |= {name: value for name, value in named.items() if value is not None}
+        tags |= request.tags
+    return (msgspec.structs.replace(leaf, tags={**leaf.tags, **tags}, **place) for leaf in leaves)

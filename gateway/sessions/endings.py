@@ -23,14 +23,14 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from gateway.core.endings import Ended, Finish, Finished, How, Unrewarded
+from gateway.core.endings import Ended, Finish, Finished, How, Unrewarded, check_place, placed
 from gateway.core.expiry import UNNAMED_MAX, crowding, why_over
 from gateway.core.groups import GiveUp, Resample
 from gateway.core.lengths import SessionDurations
 from gateway.core.rewards import Given, is_recorded, note, revised, turn_of, with_given
 from gateway.core.sessions import SessionState
 from gateway.core.spans import session_span
-from gateway.core.types import SessionId
+from gateway.core.types import GroupId, SessionId
 from gateway.experience import ExperienceBuffer
 from gateway.experience.buffer import AT_ONCE_TOKENS
 from gateway.experience.stores import Undelivered
@@ -110,6 +110,8 @@ class Endings:
 
     async def _finish(self, session_id: SessionId, request: Finish) -> Finished | None:
         state = self._live.get(session_id)
+        named = None if request.group_id is None else self._groups.find(GroupId(request.group_id))
+        check_place(session_id, state.spec.group_id, request, made=named is not None)
         await self._sessions.conclude(session_id)
         if request.reward is None:
             await self.finish_unrewarded(session_id, request)
@@ -146,7 +148,7 @@ class Endings:
         try:
             await self._collect_evidence(state)
             metrics = {**first.metrics, **request.metrics}
-            leaves = state.trajectories(reward, first.status, metrics, unix_s())
+            leaves = placed(state.trajectories(reward, first.status, metrics, unix_s()), first, request)
             trajectories = await aside(lambda: list(leaves), long=state.tree.path_tokens > AT_ONCE_TOKENS)
             stored = self._to_be_stored(state)
             finished = _finished(state, reward, first.status, trajectories, stored=stored)

@@ -143,3 +143,30 @@ async def test_a_window_that_ended_takes_no_reward_and_who_waited_is_abandoned(
         await until(lambda: found.sessions.counters.sessions_abandoned == 2, "the one that nobody touched")
         refused = await post(http, "/s/idle/v1/completions", {"model": MODEL, "prompt": [5]}, 409)
         assert "already abandoned" in refused["error"]["message"]
+
+
+async def test_a_finish_names_the_group_of_a_session_that_its_first_call_made(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        for number in range(2):
+            await turn(http, f"s{number}", [5])
+            place = {"group_id": "task-7", "sample_index": number, "tags": {"agent": "solver"}}
+            await post(http, f"/sessions/s{number}/finish", {"reward": 1.0, **place})
+        await turn(http, "later", [5])
+        assert (await post(http, "/sessions/later/finish", {"group_id": "task-7", "sample_index": 2}))["state"]
+        await post(http, "/sessions/later/reward", {"reward": 0.5})
+        told = await post(http, "/experience/sample", {**SAMPLE, "trajectories": None, "groups": 1, "group_size": 3})
+        found = [(t["session_id"], t["group_id"], t["sample_index"], t["tags"]) for t in told["trajectories"]]
+        solver = {"agent": "solver"}
+        assert sorted(found) == [("later", "task-7", 2, {}), ("s0", "task-7", 0, solver), ("s1", "task-7", 1, solver)]
+
+
+async def test_a_finish_moves_no_session_out_of_its_group_or_into_one_that_was_made(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        await post(http, "/sessions", {"session_id": "grouped", "group_id": "mine"})
+        await post(http, "/groups", {"group_id": "made", "group_size": 1})
+        for name, group, why in (("grouped", "other", "is in group mine"), ("alone", "made", "none of its members")):
+            await turn(http, name, [5])
+            refused = await post(http, f"/sessions/{name}/finish", {"reward": 1.0, "group_id": group}, 409)
+            assert why in refused["error"]["message"]
+        await post(http, "/sessions/grouped/finish", {"reward": 1.0, "group_id": "mine"})
+        await post(http, "/sessions/alone/finish", {"reward": 1.0})
