@@ -207,12 +207,12 @@ def test_engines_are_added_and_removed_while_the_gateway_runs(fleet: Documented)
 
 @pytest.mark.parametrize("page", ["README.md", "docs/agents.md"])
 def test_an_agents_turns_are_a_session(fleet: Documented, page: str) -> None:
-    (program,) = (block for block in blocks(page, "python") if "/sessions" in block)
-    if "import" not in program:
-        program = f"import httpx\nfrom openai import OpenAI\n{program}"
+    (program,) = (block for block in blocks(page, "python") if "/sessions" in block or "Sessions" in block)
     left = fleet.program(program)
     assert left["answer"].choices[0].message.content is not None
-    session = httpx.get(f"http://127.0.0.1:{fleet.port('gateway:8080')}/sessions/{left['session']['session_id']}")
+    session = left["session"]
+    name = session["session_id"] if isinstance(session, dict) else session.session_id
+    session = httpx.get(f"http://127.0.0.1:{fleet.port('gateway:8080')}/sessions/{name}")
     assert session.json()["state"] == "finished", session.text
 
 
