@@ -32,8 +32,8 @@ class AnswerDelta:
 class AnswerParser:
     """One answer. `feed` its text as it comes, token by token where it `ends_early`; the `last` piece once.
 
-    `begun`: whether the prompt opened reasoning, None where it said nothing. `tools`: None where calls are not parsed.
-    `stop`: the stop strings. `one_call`: no more than one call.
+    `begun`: whether the prompt opened reasoning, None where it said nothing; `continues`: the text of the message that
+    the answer continues. `tools`: None where calls are not parsed. `stop`: the stop strings. `one_call`: at most one.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class AnswerParser:
         *,
         reasoning: ReasoningFormat = "none",
         begun: bool | None = False,
+        continues: str = "",
         calls: ToolFormat = "none",
         tools: Sequence[Tool] | None = None,
         stop: Sequence[str] = (),
@@ -52,6 +53,8 @@ class AnswerParser:
         if reasoning != "none":
             in_reasoning = None if tools is None else ToolCallParser(calls, tools, one=True)
             self._reasoning = ReasoningParser(reasoning, begun=begun, calls=in_reasoning)
+            if continues:
+                self._reasoning.feed(continues.rstrip())
         self.plain = reasoning == "none" and tools is None and not stop  # the text is the answer, as it is
         self.ends_early = bool(stop) or self._one_call
         self._withheld = ""

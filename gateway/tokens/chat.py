@@ -23,6 +23,7 @@ from typing import Any, Literal
 from gateway.tokens.bridge import arguments_object, content_text
 from gateway.tokens.reasoning import TAGS, ReasoningFormat, reasoning_format_of
 from gateway.tokens.template import ChatTemplate, Message
+from gateway.tokens.toolcalls import ToolCallParser
 from gateway.tokens.toolformats import Tool, ToolFormat, format_of
 from protos.errors import InvalidRequest
 
@@ -159,10 +160,17 @@ class Chat:
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
 
-    @property
+    @cached_property
     def tool_format(self) -> ToolFormat:
-        """The format of tool calls: the template's; Hermes' where it has no calls."""
-        return format_of(self.template.source) if self.template.knows_calls else "hermes"
+        """The format of tool calls: the template's, or "none" if what it writes as a call is not read as one; Hermes'
+        where it has no calls."""
+        form = format_of(self.template.source) if self.template.knows_calls else "hermes"
+        try:
+            written = self._rendered(self._prepared(SHAPES["call"].messages), None, False)
+        except InvalidRequest:  # it refuses this conversation, so that its marks have to do
+            return form
+        parser = ToolCallParser(form, TOOLS)
+        return form if (parser.feed(written).calls or parser.finish().calls) else "none"
 
     @property
     def reasoning_format(self) -> ReasoningFormat:

@@ -31,12 +31,6 @@ def reasoning_format_of(source: str) -> ReasoningFormat:
     return next((form for form, (_, end) in TAGS.items() if end in source), "none")
 
 
-def is_open(form: ReasoningFormat, text: str) -> bool:
-    """Whether an answer that begins with this text is within reasoning."""
-    opening, closing = TAGS.get(form, ("", ""))
-    return bool(opening) and text.lstrip().startswith(opening) and closing not in text
-
-
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
     """`takes_back`: what was given as text so far was reasoning, and is given as such now."""

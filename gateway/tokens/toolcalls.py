@@ -126,7 +126,7 @@ class ToolCallParser:
 def _decided(text: str, floor: int, syntax: Syntax) -> int:
     """Where the end of the text begins that may belong to a call: white space, and the beginning of a mark."""
     begun = len(text)
-    for mark in (*syntax.opens, syntax.before):
+    for mark in (*syntax.opens, *syntax.before):
         if len(mark) > 1:
             at = text.rfind(mark[0], max(floor, len(text) - len(mark) + 1))
             begun = min(begun, at) if at >= 0 and mark.startswith(text[at:]) else begun
@@ -134,10 +134,11 @@ def _decided(text: str, floor: int, syntax: Syntax) -> int:
 
 
 def _before_call(text: str, floor: int, end: int, syntax: Syntax) -> int:
-    """Where the white space and the mark begin that belong to a call which opens at `end`."""
+    """Where the white space and the marks begin that belong to a call which opens at `end`: each mark once."""
     end = _without_space(text, floor, end)
-    if syntax.before and text.endswith(syntax.before, floor, end):
-        end = _without_space(text, floor, end - len(syntax.before))
+    for mark in reversed(syntax.before):
+        if text.endswith(mark, floor, end):
+            end = _without_space(text, floor, end - len(mark))
     return end
 
 

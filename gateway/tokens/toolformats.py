@@ -8,7 +8,8 @@
 - `mistral`: `[TOOL_CALLS]` and a JSON list of calls, or `[TOOL_CALLS]NAME[ARGS]{...}` for each;
 - `llama` (Llama 3): `{"name": ..., "parameters": {...}}`, several joined by `;`; after `<|python_tag|>` also
   `NAME.call(KEY=VALUE)`;
-- `llama4`: `[NAME(KEY=VALUE), ...]`, perhaps between `<|python_start|>` and `<|python_end|>`, or Llama 3's JSON.
+- `llama4`: `[NAME(KEY=VALUE), ...]`, perhaps between `<|python_start|>` and `<|python_end|>`; or Llama 3's JSON behind
+  these, as its own template writes earlier calls.
 
 A call is read by a *scan*, which begins at its opening mark and follows the text as it grows.
 
@@ -77,10 +78,11 @@ class Scan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """`opens`: the marks that begin a call, and how it is read from there. `before`, `after`: marks around a run."""
+    """`opens`: the marks that begin a call, and how it is read from there. `before`, `after`: marks that may stand
+    around calls, and belong to them."""
 
     opens: Mapping[str, Callable[[int, Tools], Scan]]
-    before: str = ""
+    before: Sequence[str] = ()
     after: str = ""
     opener: re.Pattern[str] = field(init=False)
 
@@ -385,7 +387,7 @@ SYNTAX: Mapping[ToolFormat, Syntax] = {
                 lines=True,
             )
         },
-        before=OPEN,
+        before=(OPEN,),
     ),
     "glm": Syntax(
         {
@@ -416,7 +418,7 @@ SYNTAX: Mapping[ToolFormat, Syntax] = {
                 (CALL_END,),
             )
         },
-        before=CALLS_BEGIN,
+        before=(CALLS_BEGIN,),
         after=CALLS_END,
     ),
     "mistral": Syntax(
@@ -440,7 +442,7 @@ SYNTAX: Mapping[ToolFormat, Syntax] = {
                 calls=_python_calls,
             ),
         },
-        before=PYTHON_TAG,
+        before=(PYTHON_TAG,),
         after=";",
     ),
     "llama4": Syntax(
@@ -455,7 +457,7 @@ SYNTAX: Mapping[ToolFormat, Syntax] = {
                 )
             ),
         },
-        before=PYTHON_START,
+        before=(PYTHON_START, PYTHON_END),
         after=PYTHON_END,
     ),
 }

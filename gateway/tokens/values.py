@@ -54,16 +54,11 @@ _lenient = json.JSONDecoder(parse_constant=_constant, parse_float=_number, stric
 
 def parse(text: str, *, strict: bool = True) -> Any:
     """The value that all of `text` is. Raises NotJson. Not `strict`: strings may hold line breaks as they are."""
-    value, end = parse_first(text.strip(), strict=strict)
-    if end != len(text.strip()):
-        raise NotJson("something follows the value")
-    return value
-
-
-def parse_first(text: str, *, strict: bool = True) -> tuple[Any, int]:
-    """The value at the beginning of `text`, and the index of its end. Raises NotJson."""
+    text = text.strip()
     try:
         value, end = (decoder if strict else _lenient).raw_decode(text)
+        if end != len(text):
+            raise NotJson("something follows the value")
         if nesting(value) > DEPTH_MAX:
             raise NotJson(f"nested more than {DEPTH_MAX} deep")
         if "\\u" in text:
@@ -72,7 +67,7 @@ def parse_first(text: str, *, strict: bool = True) -> tuple[Any, int]:
         raise
     except (ValueError, RecursionError) as e:
         raise NotJson(str(e)) from e
-    return value, end
+    return value
 
 
 def nesting(value: Any) -> int:

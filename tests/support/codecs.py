@@ -56,6 +56,29 @@ LLAMA3_TEMPLATE = """\
 """
 """Llama 3.1's template without its built-in tools."""
 
+LLAMA4_TEMPLATE = """\
+{{- bos_token }}
+{%- if tools %}
+    {{- '<|header_start|>system<|header_end|>\\n\\nCall functions as [NAME(KEY=VALUE)]:\\n' }}
+    {%- for tool in tools %}{{- tool | tojson(indent=4) + '\\n' }}{%- endfor %}
+    {{- '<|eot|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|header_start|>' + ('ipython' if message.role == 'tool' else message.role) + '<|header_end|>\\n\\n' }}
+    {%- if message.tool_calls %}
+        {{- '<|python_start|>' + message.content + '<|python_end|>' }}
+        {%- for call in message.tool_calls %}
+            {{- '{"name": "' + call.function.name + '", "parameters": ' + (call.function.arguments | tojson) + '}' }}
+        {%- endfor %}
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+    {{- '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|header_start|>assistant<|header_end|>\\n\\n' }}{%- endif %}
+"""
+"""How Llama 4 writes a conversation: it is asked for calls in Python, and its earlier ones are JSON."""
+
 _QWEN_TOOLS = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -157,6 +180,8 @@ LLAMA3_SPECIAL = (
     "<|python_tag|>",
 )
 
+LLAMA4_MARKS = ("<|python_start|>", "<|python_end|>")
+
 _CORPUS = """\
 A session stays on one version of the weights. What is 12 plus 30? The answer is 42; call the calculator to be sure.
 system user assistant ipython {"name": "add", "parameters": {"a": 1, "b": 2}} Cutting Knowledge Date: December 2023
@@ -238,6 +263,14 @@ def llama3() -> Codec:
         {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "chat_template": LLAMA3_TEMPLATE},
         [LLAMA3_SPECIAL.index("<|eot_id|>"), LLAMA3_SPECIAL.index("<|eom_id|>")],
     )
+
+
+@functools.cache
+def llama4() -> Codec:
+    """Llama 4's special tokens and way of writing a conversation."""
+    special = ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>", *LLAMA4_MARKS)
+    config = {"bos_token": special[0], "eos_token": "<|eot|>", "chat_template": LLAMA4_TEMPLATE}
+    return _write("llama4", byte_level(special), config, special.index("<|eot|>"))
 
 
 @functools.cache

@@ -31,7 +31,6 @@ from gateway.core.types import SamplingParams, SessionId, TurnId, TurnOrigin, Tu
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnHandle, Turns
 from gateway.tokens import AnswerParser, Codec
 from gateway.tokens.bridge import content_text
-from gateway.tokens.reasoning import is_open
 from protos.errors import OutOfCapacity, Unavailable
 from protos.telemetry.context import TRACEPARENT, TraceContext, parse_traceparent
 
@@ -220,21 +219,17 @@ class Calls:
             show_special=parsed.show_special,
             markers=parsed.parses_tools or parsed.parses_reasoning,
         )
+        continues = content_text(parsed.messages[-1].get("content")) if parsed.continued else ""
         parser = AnswerParser(
             reasoning=codec.reasoning_format if parsed.parses_reasoning else "none",
-            begun=self._begun(parsed, turn) if parsed.parses_reasoning else False,
+            begun=False if continues else codec.opens_reasoning(turn.request.prompt_ids),
+            continues=continues,
             calls=codec.tool_format,
             tools=(parsed.record_head.get("tools") or ()) if parsed.parses_tools else None,
             stop=sampling.stop,
             one_call=parsed.one_call,
         )
         return Choice(turn, Reader(decoder, parser, sampling.stop_token_ids, turn.request.turn_id, sampling.min_tokens))
-
-    def _begun(self, parsed: ParsedRequest, turn: TurnHandle) -> bool | None:
-        """Whether the answer begins within reasoning; None where the prompt does not say."""
-        if not parsed.continued:
-            return self.codec.opens_reasoning(turn.request.prompt_ids)
-        return is_open(self.codec.reasoning_format, content_text(parsed.messages[-1].get("content")))
 
 
 def _origin(call: Call, prompt: Prompt, trace: TraceContext | None, *, named: bool) -> TurnOrigin:

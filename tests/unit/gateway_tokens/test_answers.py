@@ -244,6 +244,13 @@ CASES = [
         [("read", {"map": {"a": [True, None]}})],
     ),
     Case("JSON", "llama4", '{"name": "write", "parameters": {"n": 1}}', "", wrote(n=1)),
+    Case(
+        "as its template has it",
+        "llama4",
+        'So.<|python_start|><|python_end|>{"name": "write", "parameters": {"n": 1}}',
+        "So.",
+        wrote(n=1),
+    ),
     Case("a computed value", "llama4", "[write(n=1 + f())]", "[write(n=1 + f())]"),
     Case("without a key", "llama4", "[write('a')]", "[write('a')]"),
     Case("nobody's call in Python", "llama4", "[erase()]", "[erase()]"),

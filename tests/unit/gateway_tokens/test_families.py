@@ -12,7 +12,7 @@ import pytest
 from gateway.tokens import ReasoningParser, ToolCallParser
 from gateway.tokens.chat import Chat
 from gateway.tokens.template import ChatTemplate
-from tests.support import families
+from tests.support import codecs, families
 
 FAMILIES = {
     "qwen2_5": ("hermes", "none"),
@@ -63,6 +63,16 @@ def written(name: str) -> str:
 def test_the_formats_are_found_in_the_template(name: str) -> None:
     codec = families.codec(name)
     assert (codec.tool_format, codec.reasoning_format) == FAMILIES[name]
+
+
+@pytest.mark.parametrize("name", ["gemma4_v5", "gptoss", "lfm2_2_5", "muse_glimmer"])
+def test_a_format_that_is_not_read_is_found_in_the_template(name: str) -> None:
+    """Muse Glimmer's has the marks of another one."""
+    assert Chat(ChatTemplate(families.template(name), {"bos_token": "<s>"})).tool_format == "none"
+
+
+def test_llama_4_is_not_taken_for_llama_3() -> None:
+    assert (codecs.llama4().tool_format, codecs.llama3().tool_format) == ("llama4", "llama")
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
