@@ -39,7 +39,7 @@ from paramserver.data.publisher_link import (
     refusal,
 )
 from paramserver.data.secured import DataAccess, open_connection
-from protos.errors import Corrupt, InvalidRequest, OutOfCapacity, Unavailable
+from protos.errors import Corrupt, InvalidRequest, LaminarError, OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +147,10 @@ class Image:
         self.reading = (segment.what, time.monotonic())
         try:
             view = segment.read().cast("B")
+        except InvalidRequest:
+            raise
+        except LaminarError as error:  # or it would be taken for the relay's, and the version announced again and again
+            raise InvalidRequest(f"reading tensor {segment.what!r} failed: {error}") from error
         finally:
             self.reading = None
         if len(view) != segment.size_bytes:

@@ -23,14 +23,18 @@ from click.testing import CliRunner
 from paramserver.cli import cli
 from paramserver.client import RelayClient, TensorSource, publish
 from paramserver.core import view as keys
+from paramserver.data.frames import LinkBroken
 from paramserver.membership import EtcdRegistry
 from protos.errors import (
     Conflict,
+    Corrupt,
     InvalidRequest,
     LaminarError,
+    NotFound,
     OutOfCapacity,
     StaleEpoch,
     TooLarge,
+    Unavailable,
     UnsupportedField,
 )
 from protos.laminar.v1 import relay_pb2 as pb
@@ -385,3 +389,20 @@ async def test_the_relay_itself_refuses_by_name(
         registry = await EtcdRegistry.connect(shared_etcd, timeout_s=60.0)
         assert not any("/versions/" in e.key for e in (await registry.list(f"{keys.ROOT}models/raw/")).entries)
         await registry.close()
+
+
+@pytest.mark.parametrize("force_tcp", [False, True], ids=["shared memory", "tcp"])
+@pytest.mark.parametrize("kind", [Unavailable, StaleEpoch, LinkBroken, Corrupt, NotFound])
+async def test_what_a_read_raises_is_not_taken_for_the_relays_and_costs_one_number(
+    relay: Daemon, kind: type[LaminarError], force_tcp: bool
+) -> None:
+    calls: list[str] = []
+
+    def read() -> memoryview:
+        calls.append("read")
+        raise kind("the disk of the base model is away")
+
+    async with RelayClient(relay.ready["grpc"]) as client:
+        with pytest.raises(InvalidRequest, match="reading tensor 'w' failed: the disk of the base model is away"):
+            await publish(client, "unread", [TensorSource("w", "U8", (8,), read)], step=1, run="r", force_tcp=force_tcp)
+        assert calls == ["read"]
