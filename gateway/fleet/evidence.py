@@ -7,7 +7,9 @@ segment's tokens were sampled under that version. One check covers every segment
 Invariants:
 - a check proves one incarnation under one version, from when it joined to when the check began: what is sampled while
   the request is under way may already belong to the next version;
-- an engine is checked once more before it is refreshed, since afterwards its earlier version cannot be read any more.
+- an engine is checked once more before it is refreshed, since afterwards its earlier version cannot be read any more;
+- a label contradicts only where no load may have given it: an engine has the new one before its load is over, and either
+  after a load that failed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from gateway.core.fleet import EngineStatus
 from gateway.core.types import EngineName
 from gateway.engines.base import EngineFailed, version_of
 from gateway.fleet.handle import EngineHandle
@@ -31,6 +34,9 @@ CHECKS_MAX = 4096
 """Incarnations and versions remembered. A session's segments need them at its finish, so the newest matter."""
 CHECK_TIMEOUT_S = 2.0
 """For all checks that one finish waits for. A slower engine leaves its segments without evidence."""
+
+UNSETTLED: frozenset[EngineStatus] = frozenset({"refreshing", "fenced"})
+"""A load gives, or gave, the engine a label that is not of what it served."""
 
 _Key = tuple[EngineName, str, int]
 """Engine, incarnation, version."""
@@ -61,12 +67,15 @@ class VersionEvidence:
         """Checks the engine now, because it is about to change."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
-                await self._check_since(name, unix_s())
+                await self._check_since(name, unix_s(), before_load=True)
         except TimeoutError:
             log.warning("engine %s did not report its version before its refresh", name)
 
-    async def _check_since(self, name: EngineName, moment: float) -> None:
-        """Checks the engine, unless a check that began at `moment` or later has covered it already."""
+    async def _check_since(self, name: EngineName, moment: float, *, before_load: bool = False) -> None:
+        """Checks the engine, unless a check that began at `moment` or later has covered it already.
+
+        `before_load`: its refresh waits for it.
+        """
         async with self._checking.setdefault(name, asyncio.Lock()):
             handle = self._handles.get(name)
             if handle is None:
@@ -75,7 +84,7 @@ class VersionEvidence:
             key = (name, state.incarnation, int(state.version))
             if self._proved_until.get(key, 0.0) >= moment:
                 return  # checked by another session's finish, while this one waited for the lock
-            began = unix_s()
+            began, settled = unix_s(), before_load or state.status not in UNSETTLED
             try:
                 report, label = await handle.adapter.report(), await handle.adapter.weight_version()
             except EngineFailed as e:
@@ -86,7 +95,9 @@ class VersionEvidence:
                 return
             if version_of(label) == key[2]:
                 self._note(key, began)
-            else:
+                return
+            settled &= before_load or state.status not in UNSETTLED
+            if settled and state.version == key[2]:
                 self.contradictions += 1
                 log.error("engine %s reports version %s where %d was loaded", name, label, key[2])
                 self._note(key, -1.0)

@@ -104,7 +104,6 @@ class Driver:
         self._load: TurnLoad | None = None
         self._engine: EngineName | None = None
         self._pace = Gaps()
-        self._last: EngineChunk | None = None  # the newest event
 
     @property
     def engine(self) -> EngineName | None:
@@ -302,6 +301,8 @@ class Driver:
         # The stream may have ended by itself before the cancellation reached it: then the turn is complete, or cut.
         departed = ended and departure is not None and stream.cancelled()
         end = "finished" if self._record.finish_reason else "moved" if departed else "cut"
+        if not self._transcript.check_version():
+            self._fleet.suspect(engine)
         self._transcript.close_segment(end, self._session.spec.group_id)
         if self._trace is not None:
             self._record_segment(self._trace, end)
@@ -322,17 +323,13 @@ class Driver:
         async with adapter.generate(prompt, sampling, request_id, self._request.session_id, traceparent) as stream:
             self._audience.start()
             await stream.deliver(self._take)
-        assert self._last is not None
         self._fleet.ended_well(engine)
-        if not self._transcript.check_version(self._last):
-            self._fleet.suspect(engine)
         self._record.finish_reason = self._transcript.finish
 
     def _take(self, chunk: EngineChunk) -> Awaitable[None] | None:
         """Records tokens, and shows them unless they are the last. Returns what the engine's stream has to wait for."""
-        self._last = chunk
         if chunk.versions:
-            self._transcript.check_first(chunk)
+            self._transcript.note_versions(chunk)
         if num_tokens := len(chunk.token_ids):
             self._transcript.take(chunk)
             assert self._load is not None

@@ -43,6 +43,7 @@ class Transcript:
         self._pool, self._timeline, self._counters = pool, timeline, counters
         self._eos_ids, self._vocab_size, self._logprobs_kind = eos_ids, vocab_size, logprobs_kind
         self.finish: FinishReason | None = None  # reported by the engine; its stream is about to end
+        self._reported: set[Version] = set()  # with the last segment's tokens, whichever event
 
     def take(self, chunk: EngineChunk) -> None:
         """Records one token or more. Raises StreamCut, and records nothing, for tokens that cannot be this turn's."""
@@ -93,6 +94,7 @@ class Transcript:
             dtype=engine.dtype,
         )
         self.record.segments.append(segment)
+        self._reported = set()
         self._pool.open_segment(self.request.turn_id, segment)
 
     def close_segment(self, end: str, group_id: str) -> None:
@@ -116,15 +118,17 @@ class Transcript:
             end=end,
         )
 
-    def check_first(self, chunk: EngineChunk) -> None:
-        """Cuts a stream whose first tokens report another version, before one of them is recorded."""
+    def note_versions(self, chunk: EngineChunk) -> None:
+        """Before its tokens are recorded. Cuts a stream whose first tokens report another version."""
         reported = {version_of(label) for label in chunk.versions}
         if reported - {self.version} and self.record.segments[-1].start == len(self.record.token_ids):
             raise StreamCut("version", f"sent to version {self.version}, sampled by {sorted(reported)}")
+        self._reported |= reported
 
-    def check_version(self, chunk: EngineChunk) -> bool:
-        """Records the version that the engine reports with the last tokens. False: it is not the fleet state's."""
-        reported = {version_of(label) for label in chunk.versions}
+    def check_version(self) -> bool:
+        """Records the version that the engine reported with the last segment's tokens, however that ended. False: it is
+        not the fleet state's."""
+        reported = self._reported
         if not reported:
             return True
         agrees = reported == {self.version}
