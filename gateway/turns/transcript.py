@@ -55,9 +55,7 @@ class Transcript:
             raise StreamCut(
                 "protocol", f"an engine sampled token id {wrong}, and the vocabulary has {self._vocab_size}"
             )
-        top: tuple[tuple[TopLogprob, ...], ...] = ()
-        if sampling.top_logprobs:
-            top = chunk.top_logprobs or ((),) * len(token_ids)
+        top = self._alternatives(chunk) if sampling.top_logprobs else ()
         try:
             self._pool.append(self.request.turn_id, token_ids, logprobs, top)
         except OverflowError as e:
@@ -67,6 +65,26 @@ class Transcript:
         if top:
             record.top_logprobs += top
         self._counters.tokens_generated += len(token_ids)
+
+    def _alternatives(self, chunk: EngineChunk) -> tuple[tuple[TopLogprob, ...], ...]:
+        """One list for each token; none need be reported. StreamCut for what no engine may report."""
+        top, most = chunk.top_logprobs or ((),) * len(chunk.token_ids), self.request.sampling.top_logprobs + 1
+        if len(top) != len(chunk.token_ids):
+            raise StreamCut(
+                "protocol", f"an engine sent {len(top)} lists of alternatives to {len(chunk.token_ids)} tokens"
+            )
+        for alternatives in top:
+            if len(alternatives) > most:  # the sampled one stands among them in some dialects
+                raise StreamCut(
+                    "protocol", f"an engine sent {len(alternatives)} alternatives where {most} are the most"
+                )
+            for one in alternatives:
+                if not 0 <= one.token_id < self._vocab_size:
+                    known = f"the vocabulary has {self._vocab_size}"
+                    raise StreamCut(
+                        "protocol", f"an engine sent token id {one.token_id} as an alternative, and {known}"
+                    )
+        return top
 
     @property
     def version(self) -> Version:
