@@ -52,6 +52,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `evidence` for the version: "told" (the engine reported it with the tokens), "looked" (a check of the engine
     afterwards found the same incarnation and version), "contradicted" (the check found another version), or "none".
+    `seed` is the one that the engine sampled by; None: the turn has none, or the engine ignores it.
     `dtype` is the number format that the engine computes in; empty if it does not report one. A greedy turn whose
     segments differ in it can differ from the turn that one engine alone would have generated.
     """

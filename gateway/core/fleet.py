@@ -177,7 +177,7 @@ class EngineState:
     suspected: bool = False  # no turn goes there before it has answered as the same incarnation
     suspicion: str = ""  # why it stays suspected for longer than until its next answer
     faults: Faults = field(default_factory=Faults)
-    seeds: bool = True  # it samples by seeds
+    seeds: bool = True  # it samples by a request's `seed`; False: it ignores that
     must_load: bool = False  # it joined fenced: whatever its label, its weights may be mixed
     poll_error: str = ""  # of the last poll, if that failed
     load_error: str = ""  # of a load, until a version that is wanted was loaded

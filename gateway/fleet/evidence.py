@@ -8,8 +8,8 @@ Invariants:
 - a check proves one incarnation under one version, from when it joined to when the check began: what is sampled while
   the request is under way may already belong to the next version;
 - an engine is checked once more before it is refreshed, since afterwards its earlier version cannot be read any more;
-- a label contradicts only where no load may have given it: an engine has the new one before its load is over, and either
-  after a load that failed.
+- a label contradicts only where no load may have given it: an engine has the new one before its load is over, and
+  either of them after a load that failed.
 """
 
 from __future__ import annotations

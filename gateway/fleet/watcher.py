@@ -34,6 +34,7 @@ PROBE_TEXT = 'The quick brown fox: def f(x): return x**2 + 0x1F, "naïve café",
 SAME_SHARE = 0.5
 """Share of ids that two tokenizers have in common if they are the same: libraries differ at a text's first space."""
 NOT_READY = "it says that it is not ready: it was paused, or ends once its last turn has ended"
+IGNORES_SEEDS = "ignores the `seed` of a request (SGLang takes it with --enable-deterministic-inference alone)"
 POLL_AGAIN_S = 0.2
 """After a poll that failed. The engine counts as dead only after `dead_after_polls` of them."""
 
@@ -154,6 +155,8 @@ class EngineWatcher:
         state.kv_capacity_tokens = limits.kv_capacity_tokens
         state.version = version_of(limits.weight_version)
         state.must_load = limits.fenced
+        if state.seeds and not limits.seeds:
+            log.warning("engine %s %s", state.name, IGNORES_SEEDS, extra=about(engine=state.name))
         state.seeds = limits.seeds
         if state.status == "dead":
             fenced = "fenced: it must load before it serves" if state.loads else "paused: it serves once it is resumed"

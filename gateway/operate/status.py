@@ -182,6 +182,7 @@ class GatewayStatus:
             kv_capacity_tokens=engine.kv_capacity_tokens,
             incarnation=engine.incarnation,
             dtype=engine.dtype,
+            seeds=engine.seeds,
             last_error=engine.last_error,
             reason=closed_reason(self._fleet.state, engine, now),
             held_by=[] if held is None else [self._held_by(s) for s in held.sessions[:HELD_BY_MAX]],

@@ -173,6 +173,9 @@ def warnings_of(status: Mapping[str, Any]) -> Sequence[str]:
     if len(dtypes := sorted({e["dtype"] for e in engines if e["dtype"]})) > 1:
         each = ", ".join(f"{e['name']} in {e['dtype']}" for e in engines if e["dtype"])
         found.append(f"engines compute in {' and '.join(dtypes)} ({each}): greedy turns that move between them change")
+    if unseeded := status["counters"].get("turns_unseeded"):
+        where = ", ".join(e["name"] for e in engines if not e.get("seeds", True)) or "engines that are gone"
+        found.append(f"{unseeded} times a turn's seed was ignored, on {where}: such a segment's record has no seed")
     if failures := status["counters"]["refresh_failures"]:
         seen = any(e["last_error"] for e in status["engines"])
         where = "see each engine's last error, and the log" if seen else "all of them were made good since; see the log"

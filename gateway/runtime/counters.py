@@ -48,6 +48,10 @@ class Counters:
             "unmoved one."
         ),
     ] = 0
+    turns_unseeded: Annotated[
+        Count,
+        Meta(description="Stretches of turns with a `seed` on an engine that ignores it: their segments have no seed."),
+    ] = 0
     moves: Annotated[Count, Meta(description="Moves of running turns to another engine, made by the gateway.")] = 0
     repacks: Annotated[Count, Meta(description="Plans of moves that were carried out.")] = 0
     tokens_generated: Annotated[Count, Meta(description="Tokens that engines sampled for recorded turns.")] = 0

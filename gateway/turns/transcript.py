@@ -97,6 +97,7 @@ class Transcript:
     def open_segment(self, engine: EngineState, cause: SegmentCause) -> None:
         now, at = unix_s(), len(self.record.token_ids)
         sampling = segment_sampling(self.request, at)
+        self._counters.turns_unseeded += sampling.seed is not None and not engine.seeds
         segment = Segment(
             turn=self.request.turn_index,
             engine=engine.name,
@@ -107,7 +108,7 @@ class Transcript:
             cause=cause,
             started_unix_s=now,
             ended_unix_s=now,
-            seed=sampling.seed,
+            seed=sampling.seed if engine.seeds else None,
             sampled_with=sampled_with(sampling, self._logprobs_kind, engine.kind),
             dtype=engine.dtype,
         )

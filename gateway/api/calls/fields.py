@@ -39,7 +39,7 @@ FIELDS: Mapping[str, str] = {
     "frequency_penalty": "Subtracted once for each time that the answer has the token already. Default: 0.",
     "repetition_penalty": "Divides the logits of tokens of prompt and answer. Default: 1.",
     "logit_bias": "Added to logits, by token id.",
-    "seed": "Seeds the sampling of this answer.",
+    "seed": "Seeds the sampling of this answer, on engines that take seeds: a segment's `seed` is null on others.",
     "n": "How many answers; each is a branch of its session. Default: 1.",
     "max_tokens": "Tokens of the answer at most. Default: what the context has left.",
     "max_completion_tokens": "The same as `max_tokens`.",

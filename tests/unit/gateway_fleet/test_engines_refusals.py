@@ -39,7 +39,7 @@ def refuses(*_: Any) -> Any:
 
 @contextlib.asynccontextmanager
 async def sglang(*, early: bool, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, str, Callable[[], int]]]:
-    """Kind, URL and the number of requests. `early`: refused before it is queued; else where its grammar is compiled."""
+    """Kind, URL and the number of requests. `early`: refused before it is queued, else where grammars are compiled."""
     engine, num = Engine("w0", "0", MODEL, encode=lambda _: []), 0
     if early:
         monkeypatch.setattr(server, "check", refuses)

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
 from gateway.app import start
 from gateway.config import EngineSpec, GatewayConfig
+from gateway.core.sampling import segment_seed
 from gateway.core.types import EngineName, SessionId, Version
+from gateway.operate.status_view import warnings_of
 from protos.engines import ENGINE_KINDS
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.support.sglang.engine import HELD_TOKENS, Engine
@@ -52,6 +55,31 @@ async def test_a_server_that_is_to_end_keeps_its_turns_and_gets_no_more(tmp_path
             assert (await first)["choices"][0]["finish_reason"] == "length"
             sglang.draining = False
             await until(lambda: not state.suspected, "its return: it was only paused")
+        await found.close(1.0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["ignores seeds", "takes seeds"])
+async def test_a_seed_that_its_engine_ignores_stands_in_no_record_and_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, deterministic: bool
+) -> None:
+    sglang = Engine(WEIGHTS, "0", MODEL, deterministic=deterministic)
+    async with serving_app(Server(sglang).app()) as url:
+        spec = EngineSpec("sglang", "sglang", url, None)
+        found = await start(dataclasses.replace(config(tmp_path), engines=(spec,)))
+        state = found.fleet.state.engines[EngineName("sglang")]
+        await until(lambda: state.status == "serving", "it")
+        async with aiohttp.ClientSession(found.url) as http:
+            body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 2, "seed": 7, "return_token_ids": True}
+            answer = await post(http, body)
+        report = found.status.report()
+        seeds = [segment["seed"] for segment in answer["laminar"]["segments"]]
+        assert seeds == [segment_seed(7, 0, 0, 0) if deterministic else None]
+        assert (report.engines[0].seeds, report.counters.turns_unseeded) == (deterministic, int(not deterministic))
+        warned = [
+            line for line in warnings_of(msgspec.to_builtins(report, str_keys=True)) if "seed was ignored" in line
+        ]
+        assert len(warned) == int(not deterministic)
+        assert ("ignores the `seed` of a request" in caplog.text) is not deterministic
         await found.close(1.0)
 
 
