@@ -226,7 +226,7 @@ class GatewayConfig:
         float, Meta(ge=0), "How long after a session's finish its reward may be given or changed."
     ] = 600.0
     sessions_max: Annotated[int, Meta(ge=1), "Live sessions at once; further ones get 429."] = 100_000
-    body_bytes_max: Annotated[int, Size(), "Largest body of a request; a larger one gets 413."] = 64 << 20
+    body_bytes_max: Annotated[int, Size(), "Largest body of a request; a larger one gets 413."] = 32 << 20
     bodies_bytes_max: Annotated[
         int,
         Size(),

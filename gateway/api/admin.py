@@ -15,9 +15,9 @@ from aiohttp import web
 from msgspec import Meta
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from gateway.api.bodies import answer_json, decode
+from gateway.api.bodies import answer_json, read
 from gateway.api.errors import BadField
-from gateway.api.sessions import reported_state
+from gateway.api.sessions import REASON_CHARS_MAX, reported_state
 from gateway.config import EngineSpec
 from gateway.core.admission import Keeper, is_silent
 from gateway.core.networks import EnginePlaces
@@ -46,12 +46,17 @@ LISTED_MAX = 10_000
 """Sessions of one answer: making it stops all streams meanwhile."""
 
 
+ADDRESS_MAX = 2048
+
+
 class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(pattern=r"^[^\s/]{1,256}$", description="The engine's name, unique in the fleet.")]
-    url: Annotated[str, Meta(description="The engine's own address, such as http://127.0.0.1:8000.")]
+    url: Annotated[
+        str, Meta(max_length=ADDRESS_MAX, description="The engine's own address, such as http://127.0.0.1:8000.")
+    ]
     kind: Annotated[str, Meta(description=f"One of {', '.join(ENGINE_KINDS)}.")] = "vllm"
     relay: Annotated[
-        str | None,
+        Annotated[str, Meta(max_length=ADDRESS_MAX)] | None,
         Meta(description="HOST:PORT of the relay on its host. Default: that of `--relay`; without any it loads none."),
     ] = None
     check: Annotated[bool, Meta(description="Refuse the engine unless it responds now.")] = True
@@ -103,7 +108,7 @@ class AbandonIdleRequest(msgspec.Struct, forbid_unknown_fields=True):
         Annotated[float, Meta(ge=0)] | None,
         Meta(description="Sessions that nothing has kept for so many seconds. Default: --idle-after-s."),
     ] = None
-    reason: Annotated[str, Meta(max_length=1000, description="For the log and the timeline.")] = ""
+    reason: Annotated[str, Meta(max_length=REASON_CHARS_MAX, description="For the log and the timeline.")] = ""
 
 
 class IdleAbandoned(msgspec.Struct):
@@ -238,7 +243,7 @@ class _Handlers:
         return answer_json(Events(next_, [event.flat() for event in events]))
 
     async def add_engine(self, request: web.Request) -> web.Response:
-        wanted = decode(_add, await request.read())
+        wanted = await read(request, _add)
         if not is_address(wanted.url):
             raise BadField(
                 "url", f"{wanted.url!r} is not the address of an engine", hint="such as http://127.0.0.1:8000"
@@ -287,8 +292,7 @@ class _Handlers:
         return answer_json(LiveSessions(len(self._live), found))
 
     async def abandon_idle(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        wanted = decode(_abandon_idle, body) if body else AbandonIdleRequest()
+        wanted = await read(request, _abandon_idle, default=AbandonIdleRequest)
         idle = self._idle(wanted.idle_s)
         abandoned, failed = list[str](), dict[str, str]()
         for session_id in idle[:ABANDONED_AT_ONCE]:

@@ -1,5 +1,12 @@
 """JSON bodies of every route: a request's becomes a struct, or an error with the path of what does not fit; a struct
-becomes a response. The served schema is made from the same structs."""
+becomes a response. The served schema is made from the same structs.
+
+Invariants:
+- a body is decoded only if what it takes decoded is bounded (`check_decoded`): the decoder makes all of it in one call,
+  which no other thread interrupts;
+- what is long is priced, decoded and checked beside the event loop (`within`), so every route reads its body by `read`
+  or `within`.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +15,20 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta, inspect
 
-from gateway.api.errors import BadField, RefusedField
+from gateway.api.errors import BadField, BodyTooLarge, RefusedField
+from gateway.runtime.aside import aside
 from gateway.tokens import values
 from protos.errors import InvalidRequest
 
 S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T")
 EXACT_MAX = 2**53 - 1
 """The largest integer that every JSON reader keeps exact, as the database does."""
 
@@ -27,7 +36,23 @@ Count = Annotated[int, Meta(ge=0, le=EXACT_MAX)]
 """A number of things, or an index from 0."""
 AtLeastOne = Annotated[int, Meta(ge=1, le=EXACT_MAX)]
 
-_AT = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+AT_ONCE_BYTES = 32 << 10
+"""A longer body is decoded in a thread: of small values, it takes some 5 ms."""
+DECODED_BYTES_MAX = 40 << 20
+"""What a body may take decoded, unless --body-bytes-max is more: a million token ids. It is time as well: the decoder
+takes some 0.6 ns a byte, for text, ids and small objects alike."""
+OBJECT_BYTES, LIST_BYTES, STRING_BYTES, NUMBER_BYTES = 180, 68, 60, 4
+"""Of CPython 3.11: an object of up to five fields, an empty list, a short string; of a number, each of its digits and
+the comma behind it, since short ones are shared."""
+ESCAPE_BYTES = 4
+"""What decoding an escape takes longer than a byte of text."""
+NULLS_BYTES_MAX = 1 << 20
+"""Of a body whose unknown fields are looked through for nulls."""
+_PIECE_BYTES = 256 << 10
+_WIDE = re.compile(rb"[\xf0-\xf4]|\\u[dD][89abAB]")
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
+
+_AT = re.compile(r" - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _CHOICE = re.compile(r"Invalid enum value")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
@@ -51,11 +76,19 @@ def decode(decoder: msgspec.json.Decoder[S], raw: bytes, *, unchecked: frozenset
             return decode(decoder, cleaned, unchecked=unchecked)
         raise _explain(str(e), decoder.type) from e
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        if _cuts_a_character(e, raw):
+            raise InvalidRequest(
+                "the body has half of a surrogate pair, which is no character",
+                hint="a text was cut within a character such as an emoji: cut between characters, or send U+FFFD",
+            ) from e
         raise InvalidRequest(f"the body is not JSON: {e}", hint="send a JSON object") from e
 
 
 def _without_unknown_nulls(raw: bytes, kind: type[msgspec.Struct]) -> bytes | None:
-    """The body without the unknown fields that are null, which is the same as no field. None: it has none of these."""
+    """The body without the unknown fields that are null, which is the same as no field. None: it has none of these, or
+    is too long to be read in this slow way."""
+    if len(raw) > NULLS_BYTES_MAX:
+        return None
     try:
         body = json.loads(raw)
         cleaned = _known(body, _fields_of(kind))
@@ -79,6 +112,59 @@ def _known(value: Any, kind: inspect.Type) -> Any:
         if isinstance(each, inspect.ListType) and isinstance(value, list):
             return [_known(inner, each.item_type) for inner in value]
     return value
+
+
+def _cuts_a_character(error: Exception, raw: bytes) -> bool:
+    """Whether the decoder failed on half of a surrogate pair. Near the body's end it takes it for a cut body."""
+    if isinstance(error, UnicodeDecodeError):
+        return error.object[error.start : error.start + 1] == b"\xed"
+    return "surrogate" in str(error) or ("truncated" in str(error) and bool(_LONE_SURROGATE.search(raw[-12:])))
+
+
+async def read(request: web.Request, decoder: msgspec.json.Decoder[S], *, default: Callable[[], S] | None = None) -> S:
+    """The request's body as its struct; `default`: of a request without one. Raises as `decode` and `within`."""
+    raw = await request.read()
+    return default() if default and not raw else await within(request, raw, lambda: decode(decoder, raw))
+
+
+async def within(request: web.Request, raw: bytes, work: Callable[[], T]) -> T:
+    """What `work` makes of `raw`, the request's body: beside the event loop, if that is long. BodyTooLarge where it
+    would take too much decoded."""
+
+    def bounded() -> T:
+        check_decoded(raw, max(DECODED_BYTES_MAX, request.client_max_size))
+        return work()
+
+    return await aside(bounded, long=len(raw) > AT_ONCE_BYTES)
+
+
+def check_decoded(raw: bytes, most: int) -> None:
+    """Raises BodyTooLarge for JSON that may take more than `most` bytes decoded: its values by their number, text by
+    the widest of its characters, since one of them widens its whole string. It works in pieces."""
+    if len(raw) * OBJECT_BYTES <= most:
+        return
+    taken, num_escapes, width, in_string, begin = 0, 0, 1, False, 0
+    while begin < len(raw):
+        piece = raw[begin : begin + _PIECE_BYTES]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # no escape is cut
+            piece = raw[begin : begin + _PIECE_BYTES + 1]
+        if not piece.isascii() or b"\\u" in piece:
+            width = max(width, 4 if _WIDE.search(raw, begin, begin + len(piece) + 4) else 2)
+        begin += len(piece)
+        if num := piece.count(b"\\"):
+            num_escapes += num
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        outside = b"".join(parts[in_string::2]).translate(None, b" \t\r\n")
+        in_string ^= len(parts) % 2 == 0
+        taken += outside.count(b"{") * OBJECT_BYTES + outside.count(b"[") * LIST_BYTES
+        taken += (len(outside) + outside.count(b",")) * NUMBER_BYTES + len(parts) // 2 * STRING_BYTES
+        if taken + len(raw) * width + num_escapes * ESCAPE_BYTES > most:
+            raise BodyTooLarge(
+                f"the body of {len(raw)} bytes would take more than {most >> 20} MiB decoded, by its texts' length and "
+                "its values' number",
+                hint="send less at once, or start the gateway with a higher --body-bytes-max",
+            )
 
 
 def answer_json(answer: object, status: int = 200) -> web.Response:
@@ -135,7 +221,7 @@ def _explain(message: str, kind: type[msgspec.Struct]) -> InvalidRequest:
     if missing := _MISSING.search(what):
         param = f"{path}.{missing['name']}" if path else missing["name"]
         return BadField(param, f"the required field `{param}` is missing")
-    wrong = what[0].lower() + what[1:]
+    wrong = ("one of its names: " if at and at["key"] else "") + what[0].lower() + what[1:]
     if not path:
         return InvalidRequest(f"the body: {wrong}")
     choices = _choices(kind, path) if _CHOICE.match(what) else []

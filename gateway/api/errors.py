@@ -62,6 +62,12 @@ class Internal(LaminarError):
     """An unexpected error of the gateway itself; its log has the details."""
 
 
+class BodyTooLarge(TooLarge):
+    """A body that would take too much once it is decoded."""
+
+    http_status = 413
+
+
 class ContextExceeded(TooLarge):
     """A prompt that leaves no room in the model's context. Clients look for OpenAI's code and wording."""
 

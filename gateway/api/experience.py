@@ -24,7 +24,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from gateway.api.bodies import Count, answer_json, answer_pieces, decode, json_pieces, msgpack_pieces
+from gateway.api.bodies import Count, answer_json, answer_pieces, json_pieces, msgpack_pieces, read
 from gateway.api.errors import BadField
 from gateway.core.selection import Bound, Strategy, check_wanted
 from gateway.core.types import NO_VERSION, Version
@@ -248,7 +248,7 @@ class _Handlers:
         self._deps = deps
 
     async def sample(self, request: web.Request) -> web.StreamResponse:
-        wanted = _checked(decode(_sample, await request.read()))
+        wanted = _checked(await read(request, _sample))
         lease_id = _lease_name(request.query)
         version, doubt = await self._version(wanted)
         if wanted.session_ids is None:
@@ -323,7 +323,7 @@ class _Handlers:
         return max(said, newest), "; ".join(doubts)
 
     async def peek(self, request: web.Request) -> web.StreamResponse:
-        wanted = decode(_peek, await request.read())
+        wanted = await read(request, _peek)
         number = (wanted.groups or 0) * (wanted.group_size or 0)
         if number > PEEKED_MAX:
             raise BadField("groups", f"a peek at {number} trajectories", hint=f"at most {PEEKED_MAX}")
@@ -340,21 +340,21 @@ class _Handlers:
         return await _answered(request, found)
 
     async def ack(self, request: web.Request) -> web.Response:
-        used = await self._deps.buffer.ack(decode(_ack, await request.read()).lease_id)
+        used = await self._deps.buffer.ack((await read(request, _ack)).lease_id)
         return answer_json(AckAnswer(used))
 
     async def release(self, request: web.Request) -> web.Response:
-        returned = await self._deps.buffer.release(decode(_ack, await request.read()).lease_id)
+        returned = await self._deps.buffer.release((await read(request, _ack)).lease_id)
         return answer_json(ReleaseAnswer(returned))
 
     async def reclaim(self, request: web.Request) -> web.Response:
-        wanted = decode(_reclaim, await request.read())
+        wanted = await read(request, _reclaim)
         _check_rank(wanted.rank, wanted.num_ranks)
         returned = await self._deps.buffer.reclaim(wanted.reader, wanted.rank, wanted.num_ranks)
         return answer_json(ReleaseAnswer(returned))
 
     async def evict(self, request: web.Request) -> web.Response:
-        done = await self._deps.buffer.evict(decode(_evict, await request.read()).session_ids)
+        done = await self._deps.buffer.evict((await read(request, _evict)).session_ids)
         return answer_json(EvictAnswer(done.evicted, done.leased, done.missing))
 
     async def rows(self, request: web.Request) -> web.Response:

@@ -15,10 +15,10 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from gateway.api.bodies import EXACT_MAX, decode
+from gateway.api.bodies import EXACT_MAX, decode, within
 from gateway.api.calls.answer import AnswerHead, provenance
 from gateway.api.calls.schema import Provenance, Span
-from gateway.api.calls.service import Calls
+from gateway.api.calls.service import Calls, ParsedRequest
 from gateway.api.calls.turn_view import Answer, Piece
 from gateway.api.errors import BadField, RefusedField, error_bytes
 from gateway.api.openai.bodies import CompletionRequest, StructuredOutputs
@@ -130,9 +130,11 @@ def add_generate_route(app: web.Application, calls: Calls) -> None:
 
     async def generate(request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        body = decode_generate(raw, calls.codec.vocab_size)
-        parsed = parser.completion(completion_of(body), len(raw), api="generate", form=GenerateForm())
-        return await calls.answer(request, raw, parsed)
+        return await calls.answer(request, raw, await within(request, raw, lambda: parse(raw)))
+
+    def parse(raw: bytes) -> ParsedRequest:
+        body = completion_of(decode_generate(raw, calls.codec.vocab_size))
+        return parser.completion(body, len(raw), api="generate", form=GenerateForm())
 
     for prefix in PREFIXES:
         app.router.add_post(prefix + PATH, generate)

@@ -12,7 +12,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from gateway.api.access import caller_of
-from gateway.api.bodies import Count, answer_json, decode, in_range
+from gateway.api.bodies import Count, answer_json, in_range, read
 from gateway.api.errors import BadField
 from gateway.api.sessions import AbandonRequest, CreateRequest, GroupName, base_url, session_spec
 from gateway.core.access import owner_of
@@ -89,7 +89,7 @@ class _Handlers:
         self._groups, self._live, self._public_url = groups, live, public_url
 
     async def create(self, request: web.Request) -> web.Response:
-        wanted = decode(_create, await request.read())
+        wanted = await read(request, _create)
         size = _size(wanted)
         _check_members(wanted.session)
         in_range("group_min", wanted.group_min, 1, size)
@@ -106,8 +106,7 @@ class _Handlers:
         return answer_json(self._answer(request, self._groups.get(_group_id(request))))
 
     async def abandon(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        wanted = decode(_abandon, body) if body else AbandonRequest()
+        wanted = await read(request, _abandon, default=AbandonRequest)
         await self._groups.abandon(_group_id(request), wanted.reason)
         return answer_json(self._answer(request, self._groups.get(_group_id(request))))
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 HEAD_TIMEOUT_S = 30.0
 BODY_GRACE_S = 30.0
 BODY_BYTES_PER_S_MIN = 100_000
-"""Slower than any link over which a model is of use; a body of 64 MiB may take eleven minutes."""
+"""Slower than any link over which a model is of use; a body of 32 MiB may take six minutes."""
 BODY_LOOK_S = 5.0
 REFUSED_S = 2.0
 """How long a connection that is refused may take to send something, so that it gets its answer, and not a reset."""

@@ -11,10 +11,10 @@ from aiohttp import web
 from msgspec import Meta
 
 from gateway.api.access import caller_of
-from gateway.api.bodies import EXACT_MAX, AtLeastOne, Count, answer_json, decode, in_range
+from gateway.api.bodies import EXACT_MAX, AtLeastOne, Count, answer_json, in_range, read
 from gateway.api.errors import BadField
 from gateway.core.access import owner_of
-from gateway.core.endings import Finish, Finished, How, Tags
+from gateway.core.endings import Finish, Finished, How, Ratings, Tags
 from gateway.core.rewards import Given
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, History, SessionId, Split, Version, VersionPolicy
@@ -28,6 +28,7 @@ from protos.telemetry.context import TRACEPARENT, TraceContext, parse_traceparen
 from protos.trajectories import VersionChange
 
 PRIORITY_MAX = 1000
+REASON_CHARS_MAX = 1000
 GroupName = Annotated[str, Meta(max_length=256)]
 
 
@@ -98,14 +99,12 @@ class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 class RewardRequest(msgspec.Struct, forbid_unknown_fields=True):
     reward: Annotated[float | None, Meta(description="The session's.")] = None
-    turns: Annotated[dict[str, float], Meta(description="Rewards of turns, by the id of the answer.")] = {}
-    leaves: Annotated[
-        dict[str, float], Meta(description="Rewards of trajectories, by the id of the last answer of each.")
-    ] = {}
+    turns: Annotated[Ratings, Meta(description="Rewards of turns, by the id of the answer.")] = {}
+    leaves: Annotated[Ratings, Meta(description="Rewards of trajectories, by the id of the last answer of each.")] = {}
 
 
 class AbandonRequest(msgspec.Struct, forbid_unknown_fields=True):
-    reason: Annotated[str, Meta(description="For the log and the timeline.")] = ""
+    reason: Annotated[str, Meta(max_length=REASON_CHARS_MAX, description="For the log and the timeline.")] = ""
 
 
 class SessionMade(msgspec.Struct):
@@ -199,8 +198,7 @@ class _Handlers:
         self._public_url = public_url
 
     async def create(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        wanted = decode(_create, body) if body else CreateRequest()
+        wanted = await read(request, _create, default=CreateRequest)
         caller = caller_of(request)
         name = SessionId(wanted.session_id or self._live.new_id())
         spec = session_spec(wanted, name, owner=owner_of(caller), trace=self._trace_of(request))
@@ -220,8 +218,7 @@ class _Handlers:
         return answer_json(self._summary(self._live.get(name)))
 
     async def finish(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        wanted = decode(_finish, body) if body else Finish()
+        wanted = await read(request, _finish, default=Finish)
         session_id = _session_id(request)
         state = self._live.find(session_id)
         finished = await self._endings.finish(session_id, wanted)
@@ -236,14 +233,13 @@ class _Handlers:
 
     async def reward(self, request: web.Request) -> web.Response:
         """While the session lives, or within the window after its finish and before a trainer has it."""
-        wanted = decode(_reward, await request.read())
+        wanted = await read(request, _reward)
         session_id = _session_id(request)
         given = Given(wanted.reward, wanted.turns, wanted.leaves)
         return answer_json(SessionPhase(session_id, await self._endings.reward(session_id, given)))
 
     async def abandon(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        wanted = decode(_abandon, body) if body else AbandonRequest()
+        wanted = await read(request, _abandon, default=AbandonRequest)
         session_id = _session_id(request)
         group_id = self._live.get(session_id).spec.group_id
         await self._endings.abandon(session_id, wanted.reason)

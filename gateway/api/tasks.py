@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from gateway.api.bodies import AtLeastOne, Count, answer_json, decode
+from gateway.api.bodies import AtLeastOne, Count, answer_json, decode, read, within
 from gateway.api.errors import BadField
 from gateway.core.tasks import (
     ATTEMPTS_MAX,
@@ -221,9 +221,9 @@ class _Handlers:
         self._pool = pool
 
     async def add(self, request: web.Request) -> web.Response:
-        wanted = decode(_add, await request.read())
-        tasks = [_new_task(index, task) for index, task in enumerate(wanted.tasks)]
-        added = await self._pool.add(wanted.pool, tasks)
+        raw = await request.read()
+        pool, tasks = await within(request, raw, lambda: _new_tasks(decode(_add, raw)))
+        added = await self._pool.add(pool, tasks)
         return answer_json(TasksAdded(added, len(tasks) - added))
 
     async def show(self, request: web.Request) -> web.Response:
@@ -234,7 +234,7 @@ class _Handlers:
         )
 
     async def lease(self, request: web.Request) -> web.Response:
-        wanted = decode(_lease, await request.read())
+        wanted = await read(request, _lease)
         leased = await self._pool.lease(
             wanted.pool,
             wanted.runner,
@@ -246,21 +246,21 @@ class _Handlers:
         return answer_json(TasksLeased([_leased_task(lease) for lease in leased.leases], leased.drained))
 
     async def renew(self, request: web.Request) -> web.Response:
-        wanted = decode(_renew, await request.read())
+        wanted = await read(request, _renew)
         return answer_json(TasksRenewed(*await self._pool.renew(wanted.lease_ids, wanted.lease_s)))
 
     async def finish(self, request: web.Request) -> web.Response:
-        wanted = decode(_finish, await request.read())
+        wanted = await read(request, _finish)
         ending = await self._pool.finish(wanted.lease_id, wanted.reward)
         return answer_json(TaskEnded(ending.retried, ending.group_ended))
 
     async def fail(self, request: web.Request) -> web.Response:
-        wanted = decode(_fail, await request.read())
+        wanted = await read(request, _fail)
         ending = await self._pool.fail(wanted.lease_id, wanted.error)
         return answer_json(TaskEnded(ending.retried, ending.group_ended))
 
     async def release(self, request: web.Request) -> web.Response:
-        wanted = decode(_release, await request.read())
+        wanted = await read(request, _release)
         return answer_json(TasksReleased(await self._pool.release(wanted.lease_ids)))
 
     async def results(self, request: web.Request) -> web.Response:
@@ -270,15 +270,19 @@ class _Handlers:
         return answer_json(TaskResults(found, last))
 
     async def prioritize(self, request: web.Request) -> web.Response:
-        wanted = decode(_prioritize, await request.read())
+        wanted = await read(request, _prioritize)
         unknown = await self._pool.prioritize(wanted.pool, wanted.priorities)
         return answer_json(TasksPrioritized(len(wanted.priorities) - len(unknown), unknown))
 
     async def remove(self, request: web.Request) -> web.Response:
-        wanted = decode(_remove, await request.read())
+        wanted = await read(request, _remove)
         if (wanted.task_ids is None) != wanted.drained:
             raise BadField("task_ids", "name either `task_ids` or `drained`", hint='such as {"drained": true}')
         return answer_json(TasksRemoved(await self._pool.remove(wanted.pool, wanted.task_ids)))
+
+
+def _new_tasks(wanted: AddTasksRequest) -> tuple[str, list[NewTask]]:
+    return wanted.pool, [_new_task(index, task) for index, task in enumerate(wanted.tasks)]
 
 
 def _new_task(index: int, task: AddTask) -> NewTask:

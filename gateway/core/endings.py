@@ -13,23 +13,28 @@ from protos.trajectories import Trajectory
 
 How = Literal["finished", "abandoned"]
 Status = Literal["completed", "truncated"]
-Tags = Annotated[
-    dict[Annotated[str, msgspec.Meta(max_length=256)], Annotated[str, msgspec.Meta(max_length=4096)]],
-    msgspec.Meta(max_length=64),
-]
-"""They are stored with each trajectory, and returned with it."""
+NAME_CHARS_MAX = 256
+METRICS_MAX, TAGS_MAX = 256, 64
+RATED_MAX = 8192
+"""Turns or leaves that one request rates: twice as many as a session may have, so that an agent may name one twice."""
+Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
+Ratings = Annotated[dict[Name, float], msgspec.Meta(max_length=RATED_MAX)]
+"""Rewards by the id of an answer. They stay with how the session ended."""
+Metrics = Annotated[dict[Name, float], msgspec.Meta(max_length=METRICS_MAX)]
+Tags = Annotated[dict[Name, Annotated[str, msgspec.Meta(max_length=4096)]], msgspec.Meta(max_length=TAGS_MAX)]
+"""Metrics and tags are stored with each trajectory, and returned with it."""
 
 
 class Finish(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     reward: Annotated[
         float | None, msgspec.Meta(description="The session's. Without it the session ends, and waits for it.")
     ] = None
-    turns: Annotated[dict[str, float], msgspec.Meta(description="Rewards of turns, by the id of the answer.")] = {}
+    turns: Annotated[Ratings, msgspec.Meta(description="Rewards of turns, by the id of the answer.")] = {}
     leaves: Annotated[
-        dict[str, float], msgspec.Meta(description="Rewards of trajectories, by the id of the last answer of each.")
+        Ratings, msgspec.Meta(description="Rewards of trajectories, by the id of the last answer of each.")
     ] = {}
     status: Annotated[Status, msgspec.Meta(description="truncated: a limit ended it, not the agent.")] = "completed"
-    metrics: Annotated[dict[str, float], msgspec.Meta(description="Numbers by name, stored with each trajectory.")] = {}
+    metrics: Annotated[Metrics, msgspec.Meta(description="Numbers by name, stored with each trajectory.")] = {}
     group_id: Annotated[
         Annotated[str, msgspec.Meta(max_length=256)] | None,
         msgspec.Meta(

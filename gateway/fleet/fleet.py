@@ -264,7 +264,7 @@ class Fleet:
     def context_tokens(self) -> int:
         """The largest context that an engine reported, dead engines included, since they may come back. A turn is
         placed only where all of it fits."""
-        return max((engine.context_tokens for engine in self.state.engines.values()), default=0)
+        return max((engine.context_tokens for engine in list(self.state.engines.values())), default=0)
 
     # -- what follows from a change
 

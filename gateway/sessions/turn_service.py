@@ -59,8 +59,9 @@ class TurnService:
     # -- gateway.ports.Turns
 
     def models(self) -> Sequence[ModelInfo]:
+        """Also from another thread, while engines come and go."""
         config = self.config
-        kinds = frozenset(engine.kind for engine in self.fleet.state.engines.values())
+        kinds = frozenset(engine.kind for engine in list(self.fleet.state.engines.values()))
         return [ModelInfo(config.model, self.fleet.context_tokens, self._started_unix_s, config.penalties_move, kinds)]
 
     def tokens_per_event(self, *, streamed: bool) -> int:

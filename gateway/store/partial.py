@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 BUFFERED_TOKENS_MAX = 1_000_000
 """About 16 MB that wait for the disk; beyond it appenders wait, and with them the engines' streams. While the disk
 cannot be written, the write that waits holds as many again."""
+ALTERNATIVE_TOKENS = 9
+"""What each of a token's `top_logprobs` counts as: an object of 140 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class PartialResponsePool:
         self._open: dict[TurnId, int] = {}  # turns in flight, with the segments seen of each
         self._unwritten = Unwritten()
         self._buffered_tokens = 0
+        self._buffered_cost = 0  # in tokens, alternatives included
         self._wanted = asyncio.Event()  # a write: a caller waits for it, or the interval is over
         self._due: asyncio.TimerHandle | None = None  # the interval's end, while something is unwritten
         self._landing = _Landing()  # of `_unwritten`
@@ -92,7 +95,7 @@ class PartialResponsePool:
         self._damaged: dict[TurnId, LaminarError] = {}  # turns under way that could not be written
         self._next_end = 1  # orders ended turns: clocks may go back
         self._flushes = 0
-        self._journal_tokens = 0  # an upper bound: reads fold the journal, too
+        self._journal_cost = 0  # in tokens, alternatives included; an upper bound: reads fold the journal, too
         self._written_tokens = 0
         self.committed_tokens = 0  # of `appended_tokens`, on disk
 
@@ -159,10 +162,12 @@ class PartialResponsePool:
             tokens = self._unwritten_of(turn_id).tokens[turn_id] = Tokens()
         tokens.token_ids += ids
         tokens.logprobs.extend(logprobs)
+        self._buffered_tokens += len(token_ids)
+        self._buffered_cost += len(token_ids)
         if top_logprobs:
             tokens.top_logprobs += top_logprobs
-        self._buffered_tokens += len(token_ids)
-        if self._buffered_tokens > BUFFERED_TOKENS_MAX:
+            self._buffered_cost += ALTERNATIVE_TOKENS * sum(map(len, top_logprobs))
+        if self._buffered_cost > BUFFERED_TOKENS_MAX:
             self.full = True
             self._room.clear()
 
@@ -273,6 +278,7 @@ class PartialResponsePool:
         taken, self._unwritten = self._unwritten, Unwritten()
         landing, self._landing = self._landing, _Landing()
         num_tokens, self._buffered_tokens = self._buffered_tokens, 0
+        cost, self._buffered_cost = self._buffered_cost, 0
         self._written_tokens += num_tokens
         self._under_way = landing
         failure: LaminarError | None = None
@@ -292,7 +298,7 @@ class PartialResponsePool:
         if failure is None:
             self._flushes += 1
             self.committed_tokens = self._written_tokens
-            await self._fold_in_time(num_tokens)
+            await self._fold_in_time(cost)
 
     async def _write_apart(self, taken: Unwritten, why: LaminarError) -> None:
         """Writes turn by turn, so that a turn that cannot be written costs no other."""
@@ -304,11 +310,11 @@ class PartialResponsePool:
                 log.error("turn %s cannot be written: %s", turn_id, e)
                 self._damaged[turn_id] = e
 
-    async def _fold_in_time(self, num_tokens: int) -> None:
-        self._journal_tokens += num_tokens
-        if self._journal_tokens <= store.JOURNAL_TOKENS_MAX:
+    async def _fold_in_time(self, cost: int) -> None:
+        self._journal_cost += cost
+        if self._journal_cost <= store.JOURNAL_TOKENS_MAX:
             return
-        self._journal_tokens = 0
+        self._journal_cost = 0
         try:
             await self._database.owe(store.fold)
         except LaminarError as e:  # every read of the journal folds it first

@@ -32,10 +32,14 @@ from gateway.tokens.stream import (
 )
 from gateway.tokens.template import ChatTemplate, Message
 from gateway.tokens.toolformats import MARKERS, Tool, ToolFormat
-from protos.errors import InvalidRequest, UnsupportedField
+from protos.errors import InvalidRequest, TooLarge, UnsupportedField
 
 BATCH_CHARS = 2_000
 """A text of this length takes half a millisecond to tokenise: long enough to let other threads run meanwhile."""
+SLICE_CHARS = 1 << 19
+TOKENS_LEAST, TOKENS_MAX = 1 << 19, 1 << 21
+"""Of one text: four times the model's own context, which engines may stretch, and at least the first; the second where
+no context is known."""
 DEFAULT = "default"
 TEMPLATES = (DEFAULT, "tool_use")
 """Names of chat templates: that of requests without tools and, where there is another, that of requests with them."""
@@ -48,6 +52,12 @@ class Rendering(TypedDict, total=False):
     add_generation_prompt: bool
     template_kwargs: Mapping[str, Any] | None
     continued: bool
+
+
+class TooManyTokens(TooLarge):
+    """A text that no context holds."""
+
+    code = "context_length_exceeded"
 
 
 class Codec:
@@ -121,9 +131,26 @@ class Codec:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if len(text) < BATCH_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) > SLICE_CHARS:
+            self._check_length(text)
         # `encode` holds the interpreter's lock to its end, for seconds of a large text; a batch of one releases it.
         [encoded] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
+
+    def _check_length(self, text: str) -> None:
+        """Raises TooManyTokens, by the tokens of its slices: whole, a text of 60 MiB takes 13 GB, and what it was made
+        to is freed in one step that holds the interpreter's lock."""
+        found, most = 0, TOKENS_MAX
+        if self.context_tokens is not None:
+            most = max(TOKENS_LEAST, 4 * self.context_tokens)
+        for begin in range(0, len(text), SLICE_CHARS):
+            [encoded] = self.tokenizer.encode_batch_fast([text[begin : begin + SLICE_CHARS]], add_special_tokens=False)
+            found += len(encoded)
+            if found > most:
+                raise TooManyTokens(
+                    f"the first {begin + SLICE_CHARS} of {len(text)} characters have {found} tokens",
+                    hint=f"a prompt has at most {most}",
+                )
 
     def shared(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """The same ids, made of integers that all sequences share: 8 bytes a token instead of 36."""

@@ -19,8 +19,9 @@ from gateway.turns.running import RunningTurn
 KEPT_TURNS_MAX = 10_000
 KEPT_BYTES_MAX = 1 << 30
 """Memory of turns that have ended: 4,000 with prompts of 32k tokens, or 10,000 with 1,300 generated ones each."""
-PROMPT_TOKEN_BYTES, TOKEN_BYTES = 8, 80
-"""Memory of a token: in a prompt a reference to a shared id; else an id, a logprob, and references to both."""
+PROMPT_TOKEN_BYTES, TOKEN_BYTES, ALTERNATIVE_BYTES = 8, 80, 140
+"""Memory of a token: in a prompt a reference to a shared id; else an id, a logprob, and references to both; and of each
+of its `top_logprobs`: an object with both."""
 
 REFUSED_MAX = 10_000
 """Requests that were refused before they had a turn, and have not come again; the oldest are forgotten first."""
@@ -143,7 +144,9 @@ class JoinableTurns:
 
 
 def _size(turn: RunningTurn) -> int:
-    return len(turn.request.prompt_ids) * PROMPT_TOKEN_BYTES + len(turn.record.token_ids) * TOKEN_BYTES
+    record = turn.record
+    sampled = len(record.token_ids) * TOKEN_BYTES + sum(map(len, record.top_logprobs)) * ALTERNATIVE_BYTES
+    return len(turn.request.prompt_ids) * PROMPT_TOKEN_BYTES + sampled
 
 
 def _named(turn: RunningTurn) -> SessionId | None:

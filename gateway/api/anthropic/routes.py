@@ -12,7 +12,7 @@ from gateway.api.anthropic.bodies import CountTokensRequest, MessagesRequest
 from gateway.api.anthropic.conversation import chat_of
 from gateway.api.anthropic.schema import TokenCount
 from gateway.api.anthropic.writer import MessagesForm
-from gateway.api.bodies import answer_json, decode
+from gateway.api.bodies import answer_json, decode, within
 from gateway.api.calls.service import NOBODY, Calls, ParsedRequest
 from gateway.api.openai.parser import Parser
 from gateway.api.openai.routes import PREFIXES
@@ -36,12 +36,13 @@ class _Handlers:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        return await self._calls.answer(request, raw, self._parse(decode(_messages, raw), len(raw)))
+        parsed = await within(request, raw, lambda: self._parse(decode(_messages, raw), len(raw)))
+        return await self._calls.answer(request, raw, parsed)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         """The length of the prompt that the message would have, in its session if that exists."""
         raw = await request.read()
-        parsed = self._parse(decode(_count, raw), len(raw))
+        parsed = await within(request, raw, lambda: self._parse(decode(_count, raw), len(raw)))
         identity = self._calls.identify(request, parsed.named)
         found = None if identity.session_id is None else self._calls.turns.find_session(identity.session_id)
         [prompt], _ = await self._calls.prompts(found or NOBODY, parsed)

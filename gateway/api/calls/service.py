@@ -19,6 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.api.access import caller_of
+from gateway.api.bodies import AT_ONCE_BYTES
 from gateway.api.calls.answer import AnswerHead, AnswerShape, Api, Choice, Form, PreparedRequest, Responder
 from gateway.api.calls.history import Prompt
 from gateway.api.calls.identity import SESSION_HEADERS, call_of, identify
@@ -29,6 +30,7 @@ from gateway.core.retries import Call, choice_id
 from gateway.core.tree import TurnTree
 from gateway.core.types import SamplingParams, SessionId, TurnId, TurnOrigin, TurnRequest
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView, TurnHandle, Turns
+from gateway.runtime.aside import aside
 from gateway.tokens import AnswerParser, Codec
 from gateway.tokens.bridge import content_text
 from protos.errors import OutOfCapacity, Unavailable
@@ -137,7 +139,7 @@ class Calls:
             identity = dataclasses.replace(identity, kept=parsed.kept)
         if self._traced and (trace := parse_traceparent(request.headers.get(TRACEPARENT))) is not None:
             identity = dataclasses.replace(identity, trace=trace)
-        call = call_of(request, raw, identity.session_id)
+        call = await aside(lambda: call_of(request, raw, identity.session_id), long=len(raw) > AT_ONCE_BYTES)
         turns = await self.turns.join(call, parsed.shape.choices)
         joined = turns is not None
         if turns is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway.api.bodies import answer_json
+from gateway.api.bodies import answer_json, within
 from gateway.api.calls.service import Calls, ParsedRequest
 from gateway.api.openai import requests
 from gateway.api.openai.parser import Parser
@@ -66,9 +66,9 @@ class _Handlers:
         self, request: web.Request, api: TextApi, parse: Callable[[bytes], ParsedRequest]
     ) -> web.StreamResponse:
         raw = await request.read()
-        if self._text is not None and (seen := self._text.glance(request, raw)) is not None:
+        if self._text is not None and (seen := await self._text.glance(request, raw)) is not None:
             return await self._text.answer(request, raw, api, seen)
-        return await self._calls.answer(request, raw, parse(raw))
+        return await self._calls.answer(request, raw, await within(request, raw, lambda: parse(raw)))
 
 
 def _model(model: ModelInfo) -> Model:

@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import hdrs, web
 
 from gateway.api.access import api_keys, caller_of
+from gateway.api.bodies import within
 from gateway.api.calls.answer import VERSION_HEADER
 from gateway.api.calls.events import KEEP_ALIVE, KeptAlive
 from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS
@@ -78,7 +79,7 @@ class TextRoutes:
         self._bounds = KeyBounds() if bounds is None else bounds
         self._session_from_user = session_from_user
 
-    def glance(self, request: web.Request, body: bytes) -> Glance | None:
+    async def glance(self, request: web.Request, body: bytes) -> Glance | None:
         """None: the request takes the token path, where it is also refused if anything is wrong with it."""
         headers = request.headers
         if "sid" in request.match_info or any(name.lower() in TOKENS_ONLY for name in headers):
@@ -89,7 +90,7 @@ class TextRoutes:
         ):
             return None  # also of a session that has ended: nothing of the call would be recorded
         try:
-            seen = _glance(body)
+            seen = await within(request, body, lambda: _glance(body))
         except msgspec.DecodeError:
             return None
         if seen.model != self._model or seen.wants_tokens(session_from_user=self._session_from_user):

@@ -59,13 +59,27 @@ class ResponsesParser:
     def __init__(self, turns: Turns, codec: Codec, chats: Parser) -> None:
         self._turns, self._codec, self._chats = turns, codec, chats
 
-    def parse(self, raw: bytes) -> ParsedRequest:
+    def decode(self, raw: bytes) -> ResponsesRequest:
         body = decode(_decoder, raw)
         _check_supported(body)
-        previous = None if body.previous_response_id is None else self._previous(body.previous_response_id)
+        return body
+
+    def previous(self, body: ResponsesRequest) -> tuple[SessionView, TurnId] | None:
+        """The session and the turn that the call continues: looked up in the event loop, which changes sessions."""
+        if body.previous_response_id is None:
+            return None
+        try:
+            return recorded(self._turns, body.previous_response_id)
+        except NotFound as e:
+            raise PreviousResponseNotFound(e) from e
+
+    def parse(
+        self, body: ResponsesRequest, num_bytes: int, previous: tuple[SessionView, TurnId] | None
+    ) -> ParsedRequest:
+        """`num_bytes`: of the request's body."""
         inherited = [] if previous is None else items.carried(conversation_of(*previous))
         messages = [*items.instructed(body.instructions), *inherited, *items.input_messages(body.input)]
-        size = len(raw) + sum(len(str(message.get("content"))) for message in inherited)
+        size = num_bytes + sum(len(str(message.get("content"))) for message in inherited)
         with _own_names():
             parsed = self._chats.chat(
                 _chat(body),
@@ -83,12 +97,6 @@ class ResponsesParser:
                 return parsed.make_sampling(prompt, view)
 
         return dataclasses.replace(parsed, named=named, make_sampling=make_sampling, kept=body.store is not False)
-
-    def _previous(self, response_id: str) -> tuple[SessionView, TurnId]:
-        try:
-            return recorded(self._turns, response_id)
-        except NotFound as e:
-            raise PreviousResponseNotFound(e) from e
 
 
 def _check_supported(body: ResponsesRequest) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from aiohttp import web
 
 from gateway.api.access import caller_of
-from gateway.api.bodies import answer_json
+from gateway.api.bodies import AT_ONCE_BYTES, answer_json, within
 from gateway.api.calls.service import Calls
 from gateway.api.openai.parser import Parser
 from gateway.api.openai.routes import PREFIXES
 from gateway.api.responses.parser import ResponsesParser
 from gateway.api.responses.record import recorded, response_of
 from gateway.core.access import READ, Target, require
+from gateway.runtime.aside import aside
 
 
 def add_responses_routes(app: web.Application, calls: Calls) -> None:
@@ -23,7 +24,10 @@ def add_responses_routes(app: web.Application, calls: Calls) -> None:
 
     async def create(request: web.Request) -> web.StreamResponse:
         raw = await request.read()
-        return await calls.answer(request, raw, parser.parse(raw))
+        body = await within(request, raw, lambda: parser.decode(raw))
+        previous = parser.previous(body)
+        parsed = await aside(lambda: parser.parse(body, len(raw), previous), long=len(raw) > AT_ONCE_BYTES)
+        return await calls.answer(request, raw, parsed)
 
     async def retrieve(request: web.Request) -> web.Response:
         [model] = calls.turns.models()

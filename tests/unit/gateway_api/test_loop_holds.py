@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import io
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +14,19 @@ import aiohttp
 import msgspec
 import pytest
 
+from gateway.api.bodies import check_decoded
+from gateway.api.errors import BodyTooLarge
 from gateway.app import Gateway
+from gateway.config import GatewayConfig
 from gateway.core.sessions import SessionState
 from gateway.core.tree import Turn
 from gateway.core.types import TurnId
+from gateway.runtime.garbage import collect_regularly
 from protos.trajectories import Segment
+from tests.support import codecs
 from tests.support.loop_holds import HOLD_S_MAX, beating
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.turns import Script, ScriptedTurns, serving
 from tests.unit.gateway_api.test_status import gateway
 
 pytestmark = pytest.mark.slow
@@ -138,3 +148,88 @@ async def test_what_is_shown_of_many_branches_is_what_is_shown_of_few(
         sampled += [await shown(), await shown(msgpack=True)]
     assert len(sampled[0]) == BRANCHES
     assert sampled == [sampled[0]] * 4
+
+
+CHAT = b'{"model":"policy","messages":[{"role":"user","content":'
+MESSAGE = b'{"role":"user","content":"x"}'
+BODY_BYTES = 31 << 20
+TOO_LARGE, TOO_LONG = (413, b"too_large"), (400, b"context_length_exceeded")
+BODIES: dict[str, tuple[Callable[[], bytes], tuple[int, bytes]]] = {
+    "63 MiB": (lambda: CHAT + b'"' + b"x" * (63 << 20) + b'"}]}', TOO_LARGE),
+    "one text": (lambda: CHAT + b'"' + b"x" * BODY_BYTES + b'"}]}', TOO_LONG),
+    "words": (lambda: CHAT + b'"' + b"what is it. " * (BODY_BYTES // 12) + b'"}]}', TOO_LONG),
+    "one wide character": (lambda: CHAT + b'"' + b"x" * BODY_BYTES + "\U0001f600".encode() + b'"}]}', TOO_LARGE),
+    "escapes": (lambda: CHAT + b'"' + b"\\n" * (BODY_BYTES // 2) + b'"}]}', TOO_LARGE),
+    "backslashes": (lambda: CHAT + b'"' + b"\\\\" * (BODY_BYTES // 2) + b'"}]}', TOO_LARGE),
+    "lists": (lambda: CHAT + b'"x"}],"metadata":{"a":[' + b"[]," * (BODY_BYTES // 3) + b"1]}}", TOO_LARGE),
+    "objects": (lambda: CHAT + b'"x"}],"metadata":{"a":[' + b'{"b":1},' * (BODY_BYTES // 8) + b"1]}}", TOO_LARGE),
+    "21 MB of messages": (
+        lambda: b'{"model":"policy","messages":[' + b",".join([MESSAGE] * 700_000) + b"]}",
+        TOO_LARGE,
+    ),
+    "as many lists as are taken": (
+        lambda: CHAT + b'"x"}],"metadata":{"a":[' + b"[]," * 400_000 + b"1]}}",
+        (200, b"prompt_tokens"),
+    ),
+    "as many messages as are taken": (
+        lambda: b'{"model":"policy","messages":[' + b",".join([MESSAGE] * 40_000) + b"]}",
+        TOO_LONG,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_large_body(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    [most] = [field.default for field in dataclasses.fields(GatewayConfig) if field.name == "body_bytes_max"]
+    monkeypatch.setattr("tests.support.turns.BODY_BYTES_MAX", most)
+    make, (status, code) = BODIES[name]
+    body, turns = make(), ScriptedTurns(lambda request: Script([2]), context_tokens=1 << 16)
+    async with serving(turns, codecs.qwen25()) as url, aiohttp.ClientSession(url) as http:
+
+        async def asked(_: int) -> None:
+            async with http.post("/v1/chat/completions", data=io.BytesIO(body)) as answer:
+                found = await read(answer, beginning=500)
+                assert (answer.status, code in found[1]) == (status, True), found
+
+        collector = asyncio.create_task(collect_regularly(lambda: True))  # as a gateway's process does
+        try:
+            assert await shortest(asked) < HOLD_S_MAX
+        finally:
+            collector.cancel()
+
+
+def test_every_route_reads_its_body_where_it_is_bounded() -> None:
+    for path in sorted(Path("gateway/api").rglob("*.py")):
+        text = path.read_text()
+        assert not re.search(r"request\.(json|post|text|multipart)\(", text), path
+        handlers = text.count("await request.read()")
+        assert handlers <= text.count("within(request, "), f"{path}: a body is read and not bounded"
+
+
+BOUND = 40 << 20
+
+
+@pytest.mark.parametrize(
+    ("raw", "kept"),
+    [
+        (b'["' + b"x" * BOUND + b'"]', False),
+        (b'["' + b"x" * (BOUND - 4096) + b'"]', True),
+        (b'["' + b'{[,\\"' * (3 << 20) + b'"]', True),  # within a text nothing is a value
+        (b'["' + b'{[,\\\\",["' * (1 << 20) + b'"]', False),
+        (b"[" + b"123456," * 1_000_000 + b"1]", True),
+        (b"[" + b"123456," * 1_100_000 + b"1]", False),
+        (b"[" + b"1, " * 2_500_000 + b"1]", True),  # short numbers are shared
+        (b'["' + b"\\u2019" + b"x" * (BOUND // 2) + b'"]', False),
+        (b'["' + b"\\u2019" + b"x" * (BOUND // 2 - 4096) + b'"]', True),
+        (b'["' + b"\\ud83d\\ude00" + b"x" * (BOUND // 3) + b'"]', False),
+        (b"[" + b"{}," * (BOUND // 300) + b"{}]", True),
+    ],
+    ids=range(11),
+)
+def test_a_body_is_priced_by_what_it_takes_decoded(raw: bytes, kept: bool) -> None:
+    for shift in range(3):  # wherever the pieces end
+        if kept:
+            check_decoded(b" " * shift + raw, BOUND)
+            continue
+        with pytest.raises(BodyTooLarge, match="would take more than 40 MiB decoded"):
+            check_decoded(b" " * shift + raw, BOUND)

@@ -350,3 +350,18 @@ def test_a_session_that_is_trained_on_refuses_what_raw_logprobs_do_not_tell(name
     check_trainable(neutral, raw)
     check_trainable(found, dataclasses.replace(raw, trains=False))
     check_trainable(found, dataclasses.replace(raw, logprobs_kind="processed"))
+
+
+@pytest.mark.parametrize(
+    "text", [rb"\ud83d", rb"it is \ud83d and more of it", rb"\ude00 first", rb"\ud83d\u0041 later", b"\xed\xa0\xbd raw"]
+)
+@pytest.mark.parametrize("whole", [b"}", b'], "more": "and a longer end"}'])
+def test_half_a_surrogate_pair_is_named_as_such(text: bytes, whole: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"half of a surrogate pair.*cut between characters"):
+        decode_completion(b'{"model": "policy", "prompt": "' + text + b'"' + whole)
+
+
+@pytest.mark.parametrize("body", [b'{"model": "policy", "prompt": "x', b'{"model": "policy", "prompt": "\xff"}'])
+def test_what_is_cut_or_no_utf_8_is_no_surrogate(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="the body is not JSON"):
+        decode_completion(body)

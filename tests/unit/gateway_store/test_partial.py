@@ -211,6 +211,19 @@ async def test_drain_holds_the_appender_back_while_the_disk_lags(
     assert pool.statistics().buffered_tokens == 0
 
 
+async def test_alternatives_count_in_what_waits_for_the_disk(
+    pool: PartialResponsePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial_module, "BUFFERED_TOKENS_MAX", 100)
+    pool.begin(request("t1"))
+    pool.append(TurnId("t1"), [1], [0.0], [(TopLogprob(5, -1.0),) * 10])
+    assert not pool.full
+    pool.append(TurnId("t1"), [1], [0.0], [(TopLogprob(5, -1.0),)])
+    assert (pool.full, pool.statistics().buffered_tokens) == (True, 2)
+    await asyncio.wait_for(pool.drain(), 60)
+    assert not pool.full
+
+
 async def test_a_full_disk_lets_no_turn_begin_and_keeps_what_is_said_until_it_has_room(tmp_path: Path) -> None:
     async with Database(tmp_path / "gateway.sqlite") as database:
         pool = PartialResponsePool(database, flush_interval_s=0.01)
