@@ -215,7 +215,7 @@ class RelayService(pb_grpc.RelayServicer):
             data_address=self._data_address,
             owners=draft.owners,
             continues=sorted(self._view.continues),
-            warnings=draft.warnings,
+            warnings=[*draft.warnings, *filter(None, [self._watchers.unwatched(request.model, request.run)])],
             instance=self._instance,
         )
 

@@ -8,14 +8,20 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from paramserver.core.versions import Notify
 from paramserver.relay.models import ModelTable
 from protos.errors import Unavailable
+from protos.foreign_text import quoted
+
+log = logging.getLogger(__name__)
 
 WATCHER_EVENTS_MAX = 256
+SAID_MAX = 64
+"""Models of which it was said that nobody watches them; beyond, the oldest is forgotten."""
 
 
 @dataclass(eq=False)
@@ -38,6 +44,7 @@ class Watchers:
     def __init__(self, models: ModelTable) -> None:
         self._models = models
         self._watchers: set[_Watcher] = set()
+        self._said: dict[str, str] = {}  # model to the last run that was told that nobody watches it
 
     async def watch(self, model: str) -> AsyncIterator[Notify]:
         """The current state, then every change. Raises Unavailable when it fell behind, or the relay ends."""
@@ -52,6 +59,22 @@ class Watchers:
             raise Unavailable("the watch was ended by the relay", hint="watch again; it starts with the state")
         finally:
             self._watchers.discard(watcher)
+
+    def unwatched(self, model: str, run: str) -> str:
+        """For a run's publisher, once: nobody watches its model here, though other models are watched. Empty if not."""
+        watched = {watcher.model for watcher in self._watchers}
+        if not watched or model in watched or self._said.get(model) == run:
+            return ""
+        self._said.pop(model, None)
+        self._said[model] = run
+        while len(self._said) > SAID_MAX:
+            del self._said[next(iter(self._said))]
+        names = ", ".join(map(quoted, sorted(watched)))
+        why = (
+            f"nobody watches model {quoted(model)} at this relay, where {names} is watched: no engine is served with it"
+        )
+        log.warning("%s (run %s)", why, quoted(run))
+        return why
 
     def notify(self, event: Notify) -> None:
         for watcher in list(self._watchers):

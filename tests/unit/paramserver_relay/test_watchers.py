@@ -11,7 +11,7 @@ from paramserver.core.records import Sealed
 from paramserver.core.versions import Notify
 from paramserver.core.view import View
 from paramserver.relay.models import ModelTable
-from paramserver.relay.watchers import WATCHER_EVENTS_MAX, Watchers
+from paramserver.relay.watchers import SAID_MAX, WATCHER_EVENTS_MAX, Watchers
 from protos.errors import Unavailable
 
 
@@ -57,3 +57,18 @@ async def test_a_relay_that_ends_ends_every_watch() -> None:
     watchers.close()
     with pytest.raises(Unavailable, match="ended by the relay"):
         await first
+
+
+async def test_who_publishes_under_a_name_that_nobody_watches_is_told_once_a_run() -> None:
+    watchers = watchers_of(1)
+    assert not watchers.unwatched("polciy", "run-1"), "nobody watches anything yet"
+    reading = watchers.watch("policy")
+    await anext(reading)
+    assert not watchers.unwatched("policy", "run-1")
+    assert "nobody watches model polciy at this relay, where policy is watched" in watchers.unwatched("polciy", "run-1")
+    assert not watchers.unwatched("polciy", "run-1")
+    assert watchers.unwatched("polciy", "run-2")
+    for number in range(SAID_MAX):
+        assert watchers.unwatched(f"m{number}", "run")
+    assert watchers.unwatched("polciy", "run-2"), "only so many are remembered"
+    await reading.aclose()  # type: ignore[attr-defined]
