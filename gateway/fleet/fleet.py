@@ -44,6 +44,7 @@ from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
+ELSEWHERE_MAX = 64  # engines that are not in the fleet, of which the status has a line
 TICK_S = 0.5
 """How late the expiry of an age or of a hold may be noticed."""
 FAULTS: frozenset[CutReason] = frozenset({"protocol", "server_error", "early_end"})
@@ -78,7 +79,8 @@ class Fleet:
         self.config = config
         self.claims = EngineClaims(claims, self._claimed_by_another)
         self.elsewhere: dict[str, str] = {}
-        """Registered and lost engines that are not in the fleet since another gateway has them: why, by their names."""
+        """Registered and lost engines that are not in the fleet, since another gateway has them or their relay is gone:
+        why, by their names; the last ELSEWHERE_MAX."""
         self.state = state
         self.handles: dict[EngineName, EngineHandle] = {}
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
@@ -150,13 +152,19 @@ class Fleet:
         self.elsewhere.pop(spec.name, None)
         self.add(spec)
 
+    def note_elsewhere(self, name: str, why: str) -> None:
+        self.elsewhere.pop(name, None)
+        self.elsewhere[name] = why
+        while len(self.elsewhere) > ELSEWHERE_MAX:
+            del self.elsewhere[next(iter(self.elsewhere))]
+
     async def _claimed_by_another(self, url: str, holder: str) -> None:
         """While the store of claims was away: the engine is that gateway's now."""
         for name, handle in list(self.handles.items()):
             if handle.spec.url == url:
                 log.error("engine %s at %s leaves the fleet: %s has claimed it", name, url, holder)
                 await self.remove(name)
-                self.elsewhere[name] = f"engine {name} at {url} belongs to {holder}"
+                self.note_elsewhere(name, f"engine {name} at {url} belongs to {holder}")
 
     def add(self, spec: EngineSpec) -> None:
         """Raises Conflict for a name or an address that is taken, UnsupportedField for a relay that its kind cannot

@@ -58,19 +58,21 @@ class Registrations:
         changed = sorted(name for name in before | engines if before.get(name) != engines.get(name))
         for name in (name for name in changed if name in before):
             try:
-                await self._leave(name)
+                await self._leave(name, before[name].relay)
             except Exception:
                 log.exception("engine %s is not registered any more, and could not be removed", name)
         for name in (name for name in changed if name in engines):
             await self._join(name)
 
-    async def _leave(self, name: str) -> None:
+    async def _leave(self, name: str, relay: str) -> None:
         self._claimed.discard(name)
         self._fleet.elsewhere.pop(name, None)
         spec, handle = self._added.pop(name, None), self._fleet.handles.get(EngineName(name))
         if spec is not None and handle is not None and handle.spec is spec:
             log.info("engine %s leaves: the relay that registered it is gone", name)
             await self._fleet.remove(EngineName(name))
+            left = f"engine {name} left with relay {relay}, which registered it: it joins again when that is started"
+            self._fleet.note_elsewhere(name, left)
 
     async def _join(self, name: str) -> None:
         """An error costs this engine alone."""
@@ -82,7 +84,7 @@ class Registrations:
             if self._fleet.elsewhere.get(name) != error.message:
                 log.warning("the registered engine %s does not join: %s", name, error)
             self._claimed.add(name)
-            self._fleet.elsewhere[name] = error.message
+            self._fleet.note_elsewhere(name, error.message)
             return
         except LaminarError as error:
             log.warning("the registered engine %s does not join: %s", name, error)

@@ -132,9 +132,9 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     what is kept cannot be written now; empty while it can. `refused_relays`: by address, why nothing of a relay whose
     registry replaced the one that versions came from is believed. `unreachable_relays`: addresses of relays that do
     not answer now; engines beside them keep the version that they hold. `engines_elsewhere`: by name, engines that are
-    not in the fleet since another gateway has them, and why. `unclaimed`: why claims on engines are not renewed now;
-    empty while they are, or where no store is shared. `shared_experience`: the Redis of
-    `--experience-store`; null without one."""
+    not in the fleet, since another gateway has them or the relay that registered them is gone, and why. `unclaimed`:
+    why claims on engines are not renewed now; empty while they are, or where no store is shared. `shared_experience`:
+    the Redis of `--experience-store`; null without one."""
 
     access: AccessReport
     bounds: BoundsReport

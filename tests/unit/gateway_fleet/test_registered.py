@@ -74,6 +74,11 @@ async def test_an_engine_comes_with_its_registration_and_goes_with_it(tmp_path: 
         check_whole(run, deltas)
         assert [s.engine for s in run.segments] == ["e0", "e1"]
         assert list(found.fleet.handles) == ["e1"]
+        left = f"engine e0 left with relay {address}, which registered it: it joins again when that is started"
+        assert found.fleet.elsewhere == {"e0": left}
+        await registered.register(e0)
+        await until(lambda: serving(found) == ["e0", "e1"], "e0 again")
+        assert found.fleet.elsewhere == {}
 
 
 async def test_a_registration_that_changes_is_taken_over(tmp_path: Path) -> None:
