@@ -46,6 +46,7 @@ class ModelInfo:
     created_unix_s: int
     penalties_move: bool = False  # turns with penalties may go on at another engine
     kinds: frozenset[str] = frozenset(ENGINE_KINDS)  # of its engines
+    away: str = ""  # why no engine has responded, where none has
 
 
 @dataclass(frozen=True, slots=True)

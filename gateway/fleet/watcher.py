@@ -189,6 +189,7 @@ class EngineWatcher:
     def _unreachable(self, handle: EngineHandle, error: EngineFailed) -> None:
         """What never was an engine may be any server: the report shows nothing that it sent. The log does."""
         shown = error.message if handle.has_joined else error.outline
+        shown = f"{shown} ({error.hint})" if error.hint else shown
         handle.failed_polls += 1
         if handle.state.status == "dead" and handle.state.poll_error != shown:
             log.warning(

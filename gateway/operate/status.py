@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, generate_latest
 from gateway.config import GatewayConfig
 from gateway.core.fleet import EngineState, EngineStatus
 from gateway.core.hold import hold
-from gateway.core.reasons import closed_reason
+from gateway.core.reasons import closed_reason, closed_reasons
 from gateway.core.repack import Plan
 from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
@@ -91,7 +91,8 @@ class GatewayStatus:
     def health(self) -> Health:
         """Healthy while an engine serves and the store can be written."""
         serving = [e.name for e in self._fleet.state.sorted_engines() if e.status == "serving" and not e.suspicion]
-        reasons = [] if serving else ["no engine serves"]
+        why = closed_reasons(self._fleet.state, time.monotonic())
+        reasons = [] if serving else [f"no engine serves: {why}" if why else "no engine serves"]
         if failure := self._database.failure:
             reasons.append(f"the store cannot be written: {failure}")
         return Health(serving, time.monotonic() - self._started, reasons)

@@ -15,6 +15,7 @@ from gateway.core.endings import Ended
 from gateway.core.event_size import tokens_per_event
 from gateway.core.fleet import staleness_histogram
 from gateway.core.lengths import TurnLengths
+from gateway.core.reasons import closed_reasons
 from gateway.core.retries import Attention, Call, attempt_of
 from gateway.core.sessions import SessionState
 from gateway.core.spans import turn_span
@@ -62,7 +63,9 @@ class TurnService:
         """Also from another thread, while engines come and go."""
         config = self.config
         kinds = frozenset(engine.kind for engine in list(self.fleet.state.engines.values()))
-        return [ModelInfo(config.model, self.fleet.context_tokens, self._started_unix_s, config.penalties_move, kinds)]
+        context = self.fleet.context_tokens
+        away = "" if context else closed_reasons(self.fleet.state, time.monotonic())
+        return [ModelInfo(config.model, context, self._started_unix_s, config.penalties_move, kinds, away)]
 
     def tokens_per_event(self, *, streamed: bool) -> int:
         running, token_s = len(self.joinable.running), self.fleet.state.token_s

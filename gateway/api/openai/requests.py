@@ -288,7 +288,9 @@ def sampling(
     if prompt_tokens < 1:
         raise InvalidRequest("the prompt is empty: it has no tokens", hint="send at least one token to continue from")
     if not model.context_tokens:
-        raise Unavailable(f"no engine that serves {model.name!r} has responded yet", hint="see /status, and try again")
+        why = f": {model.away}" if model.away else ""
+        hint = "see gateway status, and try again"
+        raise Unavailable(f"no engine that serves {model.name!r} has responded yet{why}", hint=hint)
     room = model.context_tokens - prompt_tokens
     if room < 1:
         raise ContextExceeded(

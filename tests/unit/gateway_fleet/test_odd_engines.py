@@ -330,6 +330,21 @@ async def test_where_every_engine_fails_the_client_hears_so_at_once(tmp_path: Pa
             assert health.status == 503
 
 
+async def test_whoever_meets_an_engine_of_another_model_hears_so_and_what_mends_it(tmp_path: Path) -> None:
+    other = {"/v1/models": '{"data": [{"id": "tiny", "max_model_len": 64}]}'}
+    async with ScriptedEngine("e0", answers=dict(other)) as e0, gateway(tmp_path, e0) as (found, http):
+        told = found_status(found)
+        async with http.post("/v1/completions", json=COMPLETION) as answer:
+            assert answer.status == 503
+            client = (await answer.json())["error"]["message"]
+        async with http.get("/healthz") as health:
+            assert health.status == 503
+            [healthy] = (await health.json())["reasons"]
+        for said in (client, healthy, told["engines"][0]["last_error"], "\n".join(warnings_of(told))):
+            assert "serves ['tiny'], not 'policy'" in said
+            assert "--served-model-name" in said
+
+
 async def test_nothing_that_a_dead_engine_reported_last_is_shown_of_it(tmp_path: Path) -> None:
     full = "vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_waiting 3\n"
     async with ScriptedEngine("e0", extra_metrics=full) as e0, gateway(tmp_path, e0) as (found, http):
