@@ -197,3 +197,18 @@ class ExperienceStatistics(msgspec.Struct, frozen=True):
     sampled: SampledStatistics
     newest_version: int = 0
     newest_run: str = ""
+
+    def scalars(self) -> dict[str, float]:
+        """The numbers by name, as TensorBoard and W&B take them: `laminar/sampled/reward/mean`, and so on; of staleness
+        the means. A spread or a histogram of nothing is left out."""
+        found = {f"laminar/buffer/{name}": float(value) for name, value in self.buffer.items()}
+        for kind, behind in msgspec.structs.asdict(self.staleness).items():
+            if count := sum(behind.values()):
+                mean = sum(versions * number for versions, number in behind.items()) / count
+                found[f"laminar/staleness/{kind}/mean"] = mean
+        for what, spread in msgspec.structs.asdict(self.sampled).items():
+            if spread.count:
+                numbers = msgspec.structs.asdict(spread)
+                found |= {f"laminar/sampled/{what}/{name}": float(value) for name, value in numbers.items()}
+        found["laminar/newest_version"] = float(self.newest_version)
+        return found

@@ -60,7 +60,7 @@ RUN_HERE = {
 """Blocks of code by page and language that tests of this module run, all of them."""
 RUN_ELSEWHERE = {
     ("README.md", "sh"): 1,  # `.ci/run` types it
-    ("docs/experience.md", "python"): 3,  # test_experience_reader.py
+    ("docs/experience.md", "python"): 4,  # test_experience_reader.py
     ("docs/operations.md", "sh"): 2,  # operating/test_backup.py
     ("docs/environments.md", "json"): 2,  # `tests/unit/agents_env/test_commands.py`
     ("docs/publishing.md", "python"): 8,  # test_docs_publishing.py, and the next one

@@ -181,7 +181,7 @@ async def test_the_programs_of_the_docs(buffer: ExperienceBuffer, url: str) -> N
     for group in range(20):
         for index in range(2):
             await buffer.add(make_trajectory(f"g{group}", index, [1, 2], ([3], []), version=2))
-    loop, late, evict = (
+    loop, late, evict, log = (
         block.replace("groups=8, group_size=8", "groups=1, group_size=2").replace("32_768", "2")
         for block in blocks("docs/experience.md", "python")
     )
@@ -211,3 +211,22 @@ async def test_the_programs_of_the_docs(buffer: ExperienceBuffer, url: str) -> N
     assert (len(saved[-1]["reader"]["used"]), buffer.statistics().acked) == (10, 22)
     await asyncio.to_thread(run, evict, 0)
     assert (buffer.statistics().evicted_by_readers, buffer.statistics().trajectories) == (18, 0)
+
+    written: dict[str, float] = {}
+    await buffer.add(make_trajectory("last", 0, [1], ([3], []), reward=0.5, version=2))
+
+    def logs() -> dict[str, float]:
+        with ExperienceReader(url, trainer_version=3) as reader:
+            writer = SimpleNamespace(add_scalar=lambda name, value, step: written.update({name: value}))
+            shown: list[dict[str, float]] = []
+            wandb = SimpleNamespace(log=lambda scalars, step: shown.append(scalars))
+            left: dict[str, Any] = {"reader": reader, "writer": writer, "wandb": wandb}
+            exec(log, left)
+            left["log"](1, reader.sample(trajectories=1))
+        return shown[0]
+
+    assert await asyncio.to_thread(logs) == written
+    assert written["reward"] == 0.5
+    assert written["laminar/staleness/use/mean"] > 0
+    assert written["laminar/sampled/reward/max"] == 0.5
+    assert all(type(value) is float for value in written.values())
