@@ -65,6 +65,12 @@ class AnswerParser:
         self._stop = StopStrings(self._stop_strings)
         self._parser = None if self._tools is None else ToolCallParser(self._calls, self._tools, one=self._one_call)
 
+    @property
+    def in_call(self) -> bool:
+        """Whether what comes next may be part of a call: all of its text is the call's then."""
+        within_reasoning = self._reasoning is not None and self._reasoning.in_call
+        return within_reasoning or (self._parser is not None and self._parser.in_call)
+
     def call_id(self, digest: str) -> str:
         assert self._parser is not None  # where calls are parsed
         return self._parser.call_id(digest)

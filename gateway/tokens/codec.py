@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -24,6 +24,7 @@ from gateway.tokens.reasoning import REASONING_MARKERS, TAGS, ReasoningFormat
 from gateway.tokens.special import SpecialTokens
 from gateway.tokens.stream import (
     ByteLevelDetokenizer,
+    CallDetokenizer,
     Detokenizer,
     WindowDetokenizer,
     is_byte_level,
@@ -89,7 +90,9 @@ class Codec:
         self._hidden_for_parsing = frozenset(
             i for i in self.hidden_ids if i not in added or added[i].content not in (*MARKERS, *REASONING_MARKERS)
         )
+        self._hidden_in_calls = self._hidden_for_parsing & eos_ids
         self._byte_level = is_byte_level(tokenizer)
+        self._shown_bytes: dict[frozenset[int], list[bytes]] = {}  # by the ids that are hidden, of which there are four
 
     @classmethod
     def load(cls, directory: Path | str, special_tokens_in_text: InText = "control") -> Codec:
@@ -180,28 +183,33 @@ class Codec:
         *,
         show_special: bool = False,
         markers: bool = False,
+        in_call: Callable[[], bool] | None = None,
     ) -> Detokenizer:
-        """A decoder of the text after `prompt_ids`. `markers`: it shows the tags of calls and reasoning, too."""
-        if self._byte_level:
-            return ByteLevelDetokenizer(
-                self._bytes if show_special else self._parsing_bytes if markers else self._visible_bytes
-            )
+        """A decoder of the text after `prompt_ids`. `markers`: it shows the tags of calls and reasoning, too, and where
+        `in_call` says so all special tokens but those that end a turn."""
+        if in_call is not None and markers and not show_special:
+            special = self._hidden_for_parsing - self.eos_ids
+            return CallDetokenizer(self._detokenizer(prompt_ids, self._hidden_in_calls), special, in_call)
         hidden = frozenset[int]() if show_special else self._hidden_for_parsing if markers else self.hidden_ids
-        return WindowDetokenizer(self.tokenizer, hidden, prompt_ids[-5:])
+        return self._detokenizer(prompt_ids, hidden)
+
+    def _detokenizer(self, prompt_ids: Sequence[int], hidden: frozenset[int]) -> Detokenizer:
+        if not self._byte_level:
+            before = [
+                token_id for token_id in prompt_ids[-5:] if token_id not in self._hidden_for_parsing or not hidden
+            ]
+            return WindowDetokenizer(self.tokenizer, hidden, before)
+        if hidden not in self._shown_bytes:
+            self._shown_bytes[hidden] = [
+                b"" if token_id in hidden else text for token_id, text in enumerate(self._bytes)
+            ]
+        return ByteLevelDetokenizer(self._shown_bytes[hidden])
 
     @cached_property
     def _bytes(self) -> list[bytes]:
         if self._byte_level:
             return token_bytes(self.tokenizer, self.vocab_size)
         return [lone_token_bytes(self.tokenizer, token_id) for token_id in range(self.vocab_size)]
-
-    @cached_property
-    def _visible_bytes(self) -> list[bytes]:
-        return _without(self._bytes, self.hidden_ids)
-
-    @cached_property
-    def _parsing_bytes(self) -> list[bytes]:
-        return _without(self._bytes, self._hidden_for_parsing)
 
     # chat
 
@@ -327,10 +335,6 @@ class Codec:
         except (IndexError, InvalidRequest):  # no template, or one that wants other messages
             return "", ""
         return before, after
-
-
-def _without(table: list[bytes], hidden: frozenset[int]) -> list[bytes]:
-    return [b"" if token_id in hidden else text for token_id, text in enumerate(table)]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -63,6 +63,10 @@ class ReasoningParser:
     def undecided(self) -> bool:
         return self._phase == "undecided"
 
+    @property
+    def in_call(self) -> bool:
+        return self._phase == "within" and self._calls is not None and self._calls.in_call
+
     def decide(self) -> None:
         """What was undecided is text."""
         if self._phase == "undecided":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import codecs
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -60,8 +60,13 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
 
 
 class Detokenizer(Protocol):
-    """Text of tokens as they come; may hold back an incomplete character until `flush`."""
+    """Text of tokens as they come; may hold back an incomplete character until `flush`.
 
+    `special`: the ids whose text depends on what is read of the text before them, so that each is fed alone.
+    """
+
+    @property
+    def special(self) -> frozenset[int]: ...
     def feed(self, token_ids: Sequence[int]) -> str: ...
     def flush(self) -> str: ...
 
@@ -70,6 +75,7 @@ class ByteLevelDetokenizer:
     """`table`: the bytes to show for each id, empty for hidden ones."""
 
     __slots__ = ("_table", "_torn", "_utf8")
+    special: frozenset[int] = frozenset()
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
@@ -107,6 +113,7 @@ class WindowDetokenizer:
     """
 
     __slots__ = ("_hidden", "_pending", "_prefix", "_tokenizer")
+    special: frozenset[int] = frozenset()
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], prefix_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -126,9 +133,7 @@ class WindowDetokenizer:
             out.append(text)
             if text:
                 self._prefix = self._pending
-            elif (
-                len(self._prefix) < WINDOW_MAX
-            ):  # the first ones show what text follows; more would be decoded each time
+            elif len(self._prefix) < WINDOW_MAX:  # further ones say nothing of what follows
                 self._prefix += self._pending
             self._pending = []
         return "".join(out)
@@ -142,6 +147,25 @@ class WindowDetokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+class CallDetokenizer:
+    """Shows special tokens within calls, where a model writes them into an argument, and hides them elsewhere.
+
+    `inner` shows all of them. `in_call`: whether what was read so far ends within a call; so a special token is fed
+    alone, once what is before it was read.
+    """
+
+    def __init__(self, inner: Detokenizer, special: frozenset[int], in_call: Callable[[], bool]) -> None:
+        self._inner, self.special, self._in_call = inner, special, in_call
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        if not self.special.isdisjoint(token_ids) and not self._in_call():
+            token_ids = [token_id for token_id in token_ids if token_id not in self.special]
+        return self._inner.feed(token_ids)
+
+    def flush(self) -> str:
+        return self._inner.flush()
 
 
 class StopStrings:

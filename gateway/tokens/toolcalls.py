@@ -52,12 +52,9 @@ class ToolCallParser:
         self._scan: Scan | None = None  # of the call that may have begun in what is held, and where it opened
         self._opened = 0
         self._after_call = False  # white space that follows belongs to the call before it
-        self.num_calls = 0
-
-    @property
-    def in_call(self) -> bool:
+        self.in_call = False
         """Whether what comes next may be part of a call."""
-        return self._scan is not None
+        self.num_calls = 0
 
     def call_id(self, digest: str) -> str:
         """An id as the model's template takes it, from hexadecimal digits."""
@@ -103,6 +100,7 @@ class ToolCallParser:
             look = max(found.end, self._opened + 1)  # a call of one character's mark is read from that on
             at = look if found.calls else at
         self._held = held[at:] if at else held
+        self.in_call = self._scan is not None
         if at:
             self._scan = None  # it has positions in what was held: it begins again, once
         del calls[1 if self.one else len(calls) :]

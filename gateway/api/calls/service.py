@@ -216,11 +216,6 @@ class Calls:
 
     def _choice(self, parsed: ParsedRequest, turn: TurnHandle) -> Choice:
         sampling, codec = turn.request.sampling, self.codec
-        decoder = codec.stream_decoder(
-            turn.request.prompt_ids,
-            show_special=parsed.show_special,
-            markers=parsed.parses_tools or parsed.parses_reasoning,
-        )
         continues = content_text(parsed.messages[-1].get("content")) if parsed.continued else ""
         parser = AnswerParser(
             reasoning=codec.reasoning_format if parsed.parses_reasoning else "none",
@@ -230,6 +225,12 @@ class Calls:
             tools=(parsed.record_head.get("tools") or ()) if parsed.parses_tools else None,
             stop=sampling.stop,
             one_call=parsed.one_call,
+        )
+        decoder = codec.stream_decoder(
+            turn.request.prompt_ids,
+            show_special=parsed.show_special,
+            markers=parsed.parses_tools or parsed.parses_reasoning,
+            in_call=(lambda: parser.in_call) if parsed.parses_tools else None,
         )
         return Choice(turn, Reader(decoder, parser, sampling.stop_token_ids, turn.request.turn_id, sampling.min_tokens))
 

@@ -148,9 +148,12 @@ class Reader:
 
     def _piece(self, delta: TokenDelta, answer: Answer) -> Piece:
         finish, token_ids = delta.finish_reason, delta.token_ids
-        silent = finish == "stop" and token_ids[-1:] and token_ids[-1] in self.stop_token_ids
+        special = self.decoder.special
+        silent = (
+            finish == "stop" and token_ids[-1:] and (token_ids[-1] in self.stop_token_ids or token_ids[-1] in special)
+        )
         shown = token_ids[:-1] if silent else token_ids
-        if self.parser.ends_early:
+        if self.parser.ends_early or not special.isdisjoint(shown):
             found, used = self._by_token(shown, len(answer.token_ids), finish is not None)
             used = used if found[-1:] and found[-1].over and used < len(shown) else len(token_ids)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import aiohttp
@@ -66,3 +67,31 @@ async def test_a_message_that_began_its_reasoning_goes_on_with_it(begun: str, re
     choice, _ = await answer(" this.\n</think>\n\nDone.", **how)
     said = (choice["message"].get("reasoning_content"), choice["message"]["content"])
     assert said == ((" this.", "Done.") if reasons else (None, " this.\n</think>\n\nDone."))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("begin", ["<think></think>", "<think>\nI write.\n", "x<|im_start|>"])
+async def test_special_tokens_within_a_call_are_text_and_elsewhere_hidden(begin: str, chunk: int) -> None:
+    """A model that writes a chat template into a file, its own tags included."""
+    text = "a <|im_start|>user </tool_call> <|im_start|><|im_start|>"
+    call = f'<tool_call>\n{{"name": "f", "arguments": {{"text": "{text}"}}}}\n</tool_call>'
+    choice, recorded = await answer(f"{begin}{call}<|im_start|>", chunk, tools=TOOLS)
+    [called] = choice["message"]["tool_calls"]
+    assert json.loads(called["function"]["arguments"]) == {"text": text}
+    assert "im_start" not in (choice["message"]["content"] or "") + (choice["message"].get("reasoning_content") or "")
+    assert recorded == f"{begin}{call}<|im_start|><|im_end|>"
+
+
+async def test_without_tools_no_special_token_is_shown() -> None:
+    choice, _ = await answer(f"<think></think>{CALL.replace('f', '<|im_start|>')}", chunk=7)
+    assert choice["message"]["content"] == CALL.replace("f", "")
+
+
+async def test_a_special_token_at_which_the_engine_stopped_is_no_text_of_an_unfinished_call() -> None:
+    codec = codecs.qwen3()
+    started = codec.tokenizer.token_to_id("<|im_start|>")
+    turns = ScriptedTurns(lambda request: Script([*codec.encode("<tool_call>{"), started]))
+    body = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS}
+    async with serving(turns, codec) as url, aiohttp.ClientSession() as http:
+        said = await (await http.post(f"{url}/v1/chat/completions", json=body)).json()
+    assert said["choices"][0]["message"]["content"] == "<tool_call>{"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -117,6 +119,22 @@ def test_special_tokens_are_hidden_unless_asked_for() -> None:
     assert "".join(pieces(codec, ids, [])) == "hi"
     assert "".join(pieces(codec, ids, [], markers=True)) == "hi<|python_tag|>"
     assert "".join(pieces(codec, ids, [], show_special=True)) == "hi<|python_tag|><|eot_id|>"
+
+
+@pytest.mark.parametrize(
+    ("make", "special", "end"), [(codecs.qwen3, "<|im_start|>", "<|im_end|>"), (codecs.sentencepiece, "<s>", "</s>")]
+)
+def test_special_tokens_are_shown_within_a_call_but_those_that_end_the_turn(
+    make: Callable[[], Codec], special: str, end: str
+) -> None:
+    codec, within = make(), False
+    decoder = codec.stream_decoder(codec.encode("x"), markers=True, in_call=lambda: within)
+    a, (b, e) = codec.encode("a"), map(codec.tokenizer.token_to_id, (special, end))
+    assert decoder.special >= {b}
+    assert special not in decoder.feed([*a, b, *a, e])
+    within = True
+    assert decoder.feed([b]).strip() == special
+    assert decoder.feed([e]) == ""
 
 
 def test_a_torn_end_is_shown_as_a_replacement_character() -> None:
