@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -75,6 +76,9 @@ def test_the_worker_reports_what_fails_and_gives_back_what_trl_did_not_take(scen
     assert report["advantages_sum"] < 1e-4
     assert report["before_first_sync"] == [0]
     assert 1 <= report["short_group_rows"] <= 4
+    assert (report["terminated"], report["leased_after_sigterm"]) == (-signal.SIGTERM, 0)
+    assert report["killed"] == -signal.SIGKILL
+    assert report["leased_after_sigkill"] == 8, "two groups: the next worker of that name takes them back"
     buffer = httpx.get(f"{scene.gateway}/status").raise_for_status().json()["buffer"]
     assert buffer["leased"] == 0, "acknowledged or given back"
     assert buffer["acked"] >= 4

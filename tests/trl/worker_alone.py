@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import httpx
 
 from protos.errors import LaminarError
 from tests.trl.task import ROWS, two_turns
@@ -56,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("relay", "gateway", "model", "directory"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--ends-by", type=int)
     flags = parser.parse_args()
     transfer = LaminarWeightTransfer(flags.relay)
 
@@ -70,6 +78,13 @@ def main() -> None:
             sampling={"max_tokens": 8},
             **options,
         )
+
+    if flags.ends_by:
+        full = worker(two_turns)
+        full.start()
+        until(lambda: full.rollout_buffer.qsize() == 2 * GROUP_SIZE)
+        os.kill(os.getpid(), flags.ends_by)
+        threading.Event().wait(PATIENCE_S)
 
     report: dict[str, Any] = {"agents_fail": error_of(worker(fails, attempts=1))}
     report["no_tasks"] = error_of(worker(two_turns, []))
@@ -89,7 +104,27 @@ def main() -> None:
     row = short.rollout_buffer.get(timeout=PATIENCE_S)
     report["short_group_rows"] = 1 + sum(row.group_id == other.group_id for other in list(short.rollout_buffer.queue))
     short.stop()
+
+    report["terminated"] = ends_by(signal.SIGTERM)
+    report["leased_after_sigterm"] = leased(flags.gateway)
+    report["killed"] = ends_by(signal.SIGKILL)
+    report["leased_after_sigkill"] = leased(flags.gateway)
+    following = worker(fails, attempts=1)
+    following.start()
+    until(lambda: leased(flags.gateway) == 0)
+    following.stop()
     print(json.dumps(report))
+
+
+def ends_by(number: signal.Signals) -> int:
+    """The status of another process of this program, which ends itself while rows wait in its queue."""
+    program = [sys.executable, "-m", "tests.trl.worker_alone", *sys.argv[1:], f"--ends-by={int(number)}"]
+    return subprocess.run(program, check=False, timeout=PATIENCE_S).returncode
+
+
+def leased(gateway: str) -> int:
+    found: int = httpx.get(f"{gateway}/status").raise_for_status().json()["buffer"]["leased"]
+    return found
 
 
 if __name__ == "__main__":

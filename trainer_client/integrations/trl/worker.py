@@ -4,11 +4,14 @@ Invariants:
 - a group's rows are put into the queue together, once all its sessions have ended; their lease is acknowledged when
   TRL has taken the last one, and given back if it never does;
 - at most `groups_ahead` groups are under way or in the queue: this bounds the queue, too;
-- the first error that no retry mends ends the worker, and `check_health` raises it.
+- the first error that no retry mends ends the worker, and `check_health` raises it;
+- at SIGTERM leases are given back before the process ends. What a killed one had leased is taken back by the next
+  worker of the same reader's name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -23,21 +26,23 @@ from typing import Any
 import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from protos.errors import InvalidRequest, LaminarError
+from protos.errors import InvalidRequest, LaminarError, Unavailable
 from protos.trajectories import Trajectory
 from trainer_client import Batch, ExperienceReader
+from trainer_client.gateway_http import Presence, Retry
+from trainer_client.integrations.ending import at_sigterm, forget
 from trainer_client.integrations.rollouts import Agent, Planned, RolloutFailed, Rollouts
 from trainer_client.integrations.rows import Row, advantages_of, row_of
 from trainer_client.integrations.trl.transfer import LaminarWeightTransfer
 from trainer_client.integrations.versions import VersionMap
-from trainer_client.sessions import Sessions, Stopped
+from trainer_client.sessions import PATIENCE_S, Sessions, Stopped
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 120.0
 """For the trajectories of sessions that have finished: they are in the buffer when `finish` returns."""
 LEASE_S = 6 * 3600.0
-"""Of rows in the queue. What a trainer leaves leased when it dies would be too stale for the next one anyway."""
+"""Of rows in the queue, for steps of any length: a trainer that dies gives its leases back, or the next one does."""
 FAILED_GROUPS_MAX = 8
 """In a row: a cause that playing again does not remove."""
 METRICS_MAX = 1024
@@ -77,7 +82,8 @@ class LaminarRolloutWorker:
     `tasks`: rows, each the second argument of `agent`; gone through again and again. `sampling`: fields of every call
     (`max_tokens`, `temperature`) that an agent makes by `Session.chat`. `groups_ahead`: how many groups are rolled out
     before TRL takes them, about `max_staleness` times the groups of one step. A group with less than `group_min`
-    finished sessions is dropped.
+    finished sessions is dropped. `reader`: this trainer's name at the gateway, the same at each start, and another one
+    for each of several trainers.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class LaminarRolloutWorker:
         sampling: Mapping[str, Any] | None = None,
         concurrency: int = 32,
         attempts: int = 3,
+        reader: str = "trl-async",
     ) -> None:
         self.rollout_buffer = _RowQueue()
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(METRICS_MAX)
@@ -105,6 +112,7 @@ class LaminarRolloutWorker:
         self._ahead = threading.Semaphore(groups_ahead)
         self._sampling = {"temperature": 1.0, **(sampling or {})}
         self._concurrency, self._attempts = concurrency, attempts
+        self._reader_name = reader
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._leases: dict[int, tuple[Batch, int]] = {}  # by group: its lease, and the rows that TRL has not taken
@@ -121,9 +129,11 @@ class LaminarRolloutWorker:
         if self._life is None:
             self._ahead, self._error = threading.Semaphore(self._groups_ahead), None
             self._life = _Life(self)
+            at_sigterm(self.stop)
 
     def stop(self) -> None:
-        """Abandons the sessions under way, and gives back what TRL has not taken."""
+        """Gives back what TRL has not taken, and abandons the sessions under way."""
+        forget(self.stop)
         life, self._life = self._life, None
         if life is not None:
             life.end()
@@ -243,36 +253,48 @@ class _Life:
     def __init__(self, worker: LaminarRolloutWorker) -> None:
         self._worker = worker
         self._client = Sessions(worker._gateway, worker._model, connections=worker._concurrency)
-        self._reader = ExperienceReader(worker._gateway, reader=f"trl-{secrets.token_hex(4)}")
+        self._reader = ExperienceReader(worker._gateway, reader=worker._reader_name)
         self._rollouts = Rollouts(
             self._client, worker._agent, concurrency=worker._concurrency, attempts=worker._attempts
         )
         self._deliveries = ThreadPoolExecutor(4, thread_name_prefix="laminar-deliver")
-        self._threads = [
-            threading.Thread(target=target, name=f"laminar-{name}", daemon=True)
-            for name, target in (("groups", self._play_groups), ("acks", self._acknowledge))
-        ]
+        self._groups = threading.Thread(target=self._play_groups, name="laminar-groups", daemon=True)
+        self._acks = threading.Thread(target=self._acknowledge, name="laminar-acks", daemon=True)
         worker._last_progress = time.monotonic()
-        for thread in self._threads:
-            thread.start()
+        self._groups.start()
+        self._acks.start()
 
     def end(self) -> None:
         self._client.stop.set()
         self._worker.rollout_buffer.taken.put(None)
-        self._rollouts.close()
         self._deliveries.shutdown(cancel_futures=True)
-        for thread in self._threads:
-            thread.join()
+        self._acks.join()
         for batch, _ in self._worker._leases.values():  # what was taken is acknowledged by now
             try:
                 self._reader.give_back(batch)
             except LaminarError as error:
                 log.warning("a group of %d comes back when its lease ends: %s", len(batch), error)
+        self._rollouts.close()  # after the leases: it waits for the agents
+        self._groups.join()
         self._reader.close()
         self._client.close()
 
+    def _take_back(self) -> None:
+        """What a worker of this name had leased when its process died."""
+        retry = Retry(Presence(self._client.url), PATIENCE_S)
+        while not self._client.stop.is_set():
+            try:
+                returned = self._reader.resume()
+            except Unavailable as error:
+                self._client.stop.wait(retry.pause_s(error))
+            else:
+                if returned:
+                    log.warning("%d trajectories that an earlier worker had leased are given back", returned)
+                return
+
     def _play_groups(self) -> None:
         try:
+            self._take_back()
             for group in self._worker._groups():
                 while not self._worker._ahead.acquire(timeout=TICK_S):
                     if self._client.stop.is_set():
@@ -293,7 +315,8 @@ class _Life:
             with lock:
                 last = next(left) == 0
             if last and not self._client.stop.is_set():
-                self._deliveries.submit(self._collect, group, running)
+                with contextlib.suppress(RuntimeError):  # it is shut down since
+                    self._deliveries.submit(self._collect, group, running)
 
         for one in running:
             one.add_done_callback(ended)
