@@ -57,11 +57,10 @@ class AnswerParser:
                 self._reasoning.feed(continues.rstrip())
         self.plain = reasoning == "none" and tools is None and not stop  # the text is the answer, as it is
         self.ends_early = bool(stop) or self._one_call
-        self._withheld = ""
         self._begin_content()
 
     def _begin_content(self) -> None:
-        self._withheld = ""
+        self._withheld: list[str] = []
         self._stop = StopStrings(self._stop_strings)
         self._parser = None if self._tools is None else ToolCallParser(self._calls, self._tools, one=self._one_call)
 
@@ -77,6 +76,15 @@ class AnswerParser:
 
     def feed(self, text: str, *, checked: bool = True, last: bool = False) -> AnswerDelta:
         """Not `checked`: no stop string counts yet."""
+        parts = [text] if self._reasoning is None else self._reasoning.parts(text)
+        found = self._feed(parts[0], checked, last and len(parts) == 1)
+        if len(parts) == 1 or found.over:
+            return found
+        rest = self._feed(parts[1], checked, last)
+        reasoning, shown, calls = found.reasoning + rest.reasoning, found.text + rest.text, found.calls + rest.calls
+        return AnswerDelta(reasoning, shown, calls, rest.stopped_by, rest.over)
+
+    def _feed(self, text: str, checked: bool, last: bool) -> AnswerDelta:
         reasoning = ""
         if self._reasoning is not None:
             found = self._reasoning.feed(text)
@@ -90,11 +98,11 @@ class AnswerParser:
         over = stopped_by is not None or (self._one_call and bool(calls))
         if self._reasoning is not None and self._reasoning.undecided:
             if not (over or calls or last):
-                self._withheld += text
+                self._withheld.append(text)
                 return AnswerDelta()
             self._reasoning.decide()
         if self._withheld:
-            text, self._withheld = self._withheld + text, ""
+            text, self._withheld = "".join([*self._withheld, text]), []
         return AnswerDelta(reasoning, text, calls, stopped_by, over)
 
     def _content(self, text: str, checked: bool, last: bool) -> tuple[str, tuple[ToolCall, ...], str | None]:

@@ -72,6 +72,15 @@ class ReasoningParser:
         if self._phase == "undecided":
             self._phase, self._held, self._kept = "after", "", []
 
+    def parts(self, text: str) -> tuple[str, ...]:
+        """The text in one or two pieces, to be fed one by one: a tag that takes text back ends in the second, so that
+        what comes before it may `decide`."""
+        seen = self._held + text
+        if not self._may_lack_opening or self._phase not in ("before", "undecided") or self._close not in seen:
+            return (text,)
+        end = seen.find(self._close) + len(self._close) - 1 - len(self._held)
+        return (text[:end], text[end:]) if end > 0 else (text,)
+
     def feed(self, text: str) -> ReasoningDelta:
         if self._phase == "after":
             return ReasoningDelta(text=text)

@@ -21,7 +21,7 @@ from gateway.tokens.toolformats import SPACE_MAX, SYNTAX, Call, Found, Scan, Syn
 
 MISTRAL_ID_CHARS = 9
 """Mistral's templates refuse ids of any other length, and characters besides letters and digits."""
-UNFINISHED_MAX = 64
+UNFINISHED_MAX = 8
 """Openings that the answer's end leaves unfinished, each of which is read to that end; behind them all is text."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.tokens import AnswerParser, ToolFormat
 from gateway.tokens.reasoning import ReasoningFormat
@@ -98,6 +101,7 @@ CASES = [
     Case("an opening tag", "hermes", "<think>\nHm.\n</think>\n\nYes.", "Yes.", [], "Hm.", begun=None),
     Case("a call behind it", "hermes", f"Hm.\n</think>\n\n{CALL}", "", REAL, "Hm.", begun=None),
     Case("a call instead", "hermes", f"I write.\n{CALL}", "I write.", REAL, begun=None),
+    Case("a call before it", "hermes", f"I write.\n{CALL}\n</think> x", "I write.</think> x", REAL, begun=None),
     Case("a prompt that closed it", "hermes", "Hm.\n</think>\n\nYes.", "Hm.\n</think>\n\nYes."),
     # the format's marks within an argument
     Case("in JSON", "hermes", hermes({"name": "write", "arguments": {"text": MARKS}}), "", wrote(text=MARKS)),
@@ -276,6 +280,37 @@ def cut(text: str) -> Iterator[list[str]]:
 def test_an_answer_is_read_alike_however_it_is_cut(case: Case) -> None:
     for pieces in cut(case.text):
         assert read(case, pieces) == (case.reasoning, case.content, case.calls)
+
+
+PARTS: dict[ToolFormat, list[str]] = {
+    "hermes": [CALL, "<tool_call>", "</tool_call>", '{"name": "write", "x": "', '"}'],
+    "qwen_xml": [
+        xml(path="a"),
+        "<function=write>\n",
+        "<parameter=path>\n",
+        "\n</parameter>",
+        "</function>",
+        "</tool_call>",
+    ],
+    "glm": [glm(path="a"), "<tool_call>write", "<arg_key>n</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"],
+    "llama4": ["[write(n=1)]", "[write(", "[", "path='", ")]", "<|python_start|>", '{"name": "read"}'],
+}
+
+
+@pytest.mark.parametrize("form", PARTS)
+@given(data=st.data())
+def test_cuts_change_nothing_and_nothing_vanishes(form: ToolFormat, data: st.DataObject) -> None:
+    words = st.sampled_from([*PARTS[form], "<think>", "</think>", "</thi", " ", "\n", "word"])
+    text = "".join(data.draw(st.lists(words, max_size=10)))
+    case = Case("", form, text, begun=data.draw(st.sampled_from([None, True, False])))
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
+    found = read(case, [text])
+    assert found == read(case, pieces) == read(case, list(text))
+    if not found[2]:
+        kept, written = "".join((found[0] + found[1]).split()), "".join(text.split())
+        opened = {written, written.removeprefix("<think>")}
+        assert kept in opened | {each.replace("</think>", "", 1) for each in opened}
 
 
 @pytest.mark.parametrize(
