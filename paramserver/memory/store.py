@@ -209,6 +209,7 @@ class Store:
         self.pool = pool
         self._snapshots: dict[Key, Snapshot] = {}
         self._left = {Key(one.manifest.model, one.manifest.version): one for one in left}  # and not yet offered again
+        self._aside: list[Snapshot] = []
         self._unrecorded: dict[Key, Snapshot] = {}  # shown, and their records not yet written
         self._changed = threading.Condition()
         for name in ("filling", "snapshots"):
@@ -287,6 +288,14 @@ class Store:
         with self._changed:
             self._snapshots[key] = snapshot
             self._changed.notify_all()
+
+    def keep_aside(self, snapshot: Snapshot) -> None:
+        """A snapshot of `find_again` that is nobody's now: it keeps its memory as long as nothing else needs that."""
+        self._aside.append(snapshot)
+
+    def give_up_aside(self) -> Snapshot | None:
+        """The one kept aside that is to be removed first, for its room; None when there is none."""
+        return self._aside.pop() if self._aside else None
 
     def get(self, model: str, version: int) -> Snapshot | None:
         return self._snapshots.get(Key(model, version))

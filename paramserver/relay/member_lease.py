@@ -132,7 +132,7 @@ class MemberLease:
             self._note_foreign(found)
             raise Unavailable(
                 f"the registry is another store ({found}) than the one this relay began with ({self._store_id})",
-                hint="`paramserver adopt` joins it with what is held here; a restart joins it without",
+                hint="`paramserver adopt` joins it with what is held here; a restart keeps that aside",
             )
         mark = keys.store_mark(found)
         await self._registry.transact([Absent(mark), Created(keys.STORE, state.entries[0].created)], [Put(mark, b"")])

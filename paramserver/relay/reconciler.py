@@ -134,10 +134,14 @@ class Reconciler:
     def make_room(self, model: str) -> bool:
         """Retires what can be spared; whether memory is on its way back.
 
-        Only when none is on its way any more, pins for the fleet give way.
+        Only when none is on its way any more, what is kept aside goes, and after that pins for the fleet give way.
         """
         self._retire(model, need_room=True)
         if self._removals.num_running:
+            return True
+        if (aside := self._store.give_up_aside()) is not None:
+            log.warning("%s, of a registry that was replaced, makes room", aside)
+            self._removals.start(aside, "its room is needed")
             return True
         retained = {(r.model, r.version) for _, v in self._models.items() for r in v.shown()[-v.retain :]}
         for concerned in self._pins.give_way(retained):

@@ -6,7 +6,8 @@ Invariants:
 - a number that is carried here is never given again;
 - versions sealed here that the registry does not have, since it was restored from a backup, are sealed here again; the
   master's duties record them there, as they do in a registry that was adopted;
-- versions of another registry are not: which one is right, an operator decides.
+- versions of another registry are not, since an operator decides which one is right: they are kept aside, until their
+  room is needed or a start after that decision offers them again.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Recovery:
     async def know_again(self, stored: Iterable[StoredSnapshot], whole: Iterable[StoredSnapshot]) -> None:
         """Skips the numbers of all that is stored here, and knows again what the registry lost of it, as far as that
         is whole. Raises Unavailable."""
-        ours = {self._view.store_id, *self._view.continues}
         mine: dict[str, dict[int, Left]] = {}
         for one in whole:
-            if one.manifest.epoch.store_id in ours:
+            was_dropped = one.manifest.version < self._view.dropped.get(one.manifest.model, 0)
+            if not self._is_foreign(one.manifest) and not was_dropped:
                 mine.setdefault(one.manifest.model, {})[one.manifest.version] = (one.manifest, one.sealed)
         newest: dict[str, Manifest] = {}
         for manifest in (one.manifest for one in stored):
@@ -57,7 +58,7 @@ class Recovery:
             versions = self._models.of(model)
             lost = versions.lost_by_registry(one for _, one in sorted(mine.get(model, {}).items()))
             skip_to, next_number = manifest.version + (NUMBERS_SKIPPED if lost else 1), versions.next_number
-            if manifest.epoch.store_id not in ours:
+            if self._is_foreign(manifest):
                 self._note_foreign(manifest)
             if lost:
                 self._note_lost(model, [one.version for _, one in lost], skip_to)
@@ -76,6 +77,9 @@ class Recovery:
             versions = self._models.of(manifest.model)
             state = versions.get(manifest.version)
             root = snapshot.root()
+            if state is None and self._is_foreign(manifest):
+                store.keep_aside(snapshot)
+                continue
             if state is None or state.sealed is None or state.ended is not None or state.sealed.root_digest != root:
                 why = state.ended.reason if state and state.ended else "the registry has another, or none of its number"
                 is_old = manifest.version < max(versions.newest_sealed or 0, self._view.dropped.get(manifest.model, 0))
@@ -87,13 +91,17 @@ class Recovery:
             versions.opened(state.announced or Announced(manifest, Plan(manifest.epoch, 0, ())))
             self._reconciler.apply(manifest.model, versions.filled(manifest.version, root))
 
+    def _is_foreign(self, manifest: Manifest) -> bool:
+        return manifest.epoch.store_id not in {self._view.store_id, *self._view.continues}
+
     def _note_foreign(self, newest: Manifest) -> None:
         model, old, number = newest.model, newest.epoch.store_id, newest.version
         self._note(
             logging.ERROR,
             f"the registry was replaced: it is {self._view.store_id}, and version {number} of {model}, left here by an "
             f"earlier life, is of {old}; readers refuse this one until `paramserver adopt --continues {old} --model "
-            f"{model} --above {number}`",
+            f"{model} --above {number}`. What is left is kept aside until its room is needed; a start after that "
+            "command offers it again",
         )
 
     def _note_lost(self, model: str, numbers: Sequence[int], skip_to: int) -> None:

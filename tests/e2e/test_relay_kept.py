@@ -93,6 +93,21 @@ async def test_a_stopped_relay_finds_its_versions_again_until_they_are_cleared_o
     assert [path.name for path in pool.rglob("*")] == [".lock"]
 
 
+async def test_what_was_dropped_while_a_relay_was_down_does_not_come_back(relays: Relays, tmp_path: Path) -> None:
+    daemons = {name: relays.start(name, "--spill", str(tmp_path / name)) for name in "ab"}
+    await publish_on(daemons["a"], 1)
+    await until(lambda: _spilled(tmp_path / "b", 1), "it is on disk")
+    [pool] = relays.pools.glob("b-*")
+    assert daemons["b"].stop() == 0
+    async with client(daemons["a"]) as relay:
+        assert await relay.drop(MODEL) == [1]
+    again = relays.start("b", "--pool-dir", str(pool), "--spill", str(tmp_path / "b"))
+    async with client(again) as relay:
+        status = await relay.status()
+        assert (status.models, status.notices) == ((), ())
+    assert not list(pool.rglob(FILE))
+
+
 def run(command: list[str], *, status: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=120.0)
     assert done.returncode == status, done.stderr

@@ -140,6 +140,43 @@ async def test_a_restarted_relay_gives_no_number_again_that_its_disk_knows_of_an
                 assert (await version_on(head, 3)).version == 3
 
 
+async def test_what_a_replaced_registry_had_is_kept_aside_until_an_operator_decides_or_its_room_is_needed(
+    tmp_path: Path,
+) -> None:
+    async with LocalEtcd() as etcd:
+        with contextlib.closing(Relays(etcd.endpoint, tmp_path)) as relays:
+            a = await asyncio.to_thread(relays.start, "a")
+            [found] = relays.pools.glob("a-*")
+            pool = ("--pool-dir", str(found))
+            async with client(a) as head:
+                for seed in (1, 2):
+                    await (await version_on(head, seed)).wait_sealed(60.0)
+                before = (await head.status()).store_id
+            assert a.stop() == 0
+            async with LocalEtcd() as other:
+                for life in ("before the decision", "after it"):
+                    a = await asyncio.to_thread(relays.start, "a", "--etcd", other.endpoint, *pool)
+                    async with client(a) as head:
+                        status = await head.status()
+                        if life == "after it":
+                            break
+                        assert status.held.get(MODEL, ()) == ()
+                        assert f"is of {before}; readers refuse this one until" in status.notices[0].text
+                        await head.adopt(continues=before, model=MODEL, above=2)
+                    assert a.stop() == 0
+                assert status.held[MODEL] == (1, 2)
+                await check_newest(a, 2)
+                assert a.stop() == 0
+            async with LocalEtcd() as other:
+                options = ("--etcd", other.endpoint, "--pool-bytes", "13MiB", *pool)  # for two versions of 5.3 MiB
+                a = await asyncio.to_thread(relays.start, "a", *options)
+                async with client(a) as head:
+                    await (await version_on(head, 3)).wait_sealed(60.0)
+                await check_newest(a, 3)
+                await until(lambda: _said(a, "version 1 of policy, of a registry that was replaced, makes room"), "it")
+                assert "version 2 of policy, of a registry" not in a.log()
+
+
 async def _adopted(relays: Relays, a: Daemon, b: Daemon) -> None:
     for daemon in (a, b):
         await until(lambda daemon=daemon: _said(daemon, "is another store now"), "it sees another store")  # type: ignore[misc]
