@@ -179,6 +179,8 @@ class TextProxy:
         except StreamCut as cut:
             self._note_cut(forwarded, demand.turn_id, cut)
             raise
+        if status == 200 and not streamed:  # all of it is there
+            self._fleet.ended_well(engine)
         rest = self._rest(forwarded, demand.turn_id, answer, first)
         return Relayed(status, content_type, engine, forwarded.version, first, rest)
 

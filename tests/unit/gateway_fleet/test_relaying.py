@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections import deque
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from gateway.api.calls import events
 from gateway.api.openai.text_proxy import _RelayedAnswer
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec
+from gateway.core import faults
 from gateway.core.fleet import FleetConfig
 from gateway.core.types import EngineName
 from gateway.fleet import text_proxy
@@ -233,6 +235,24 @@ async def test_a_request_that_breaks_engines_does_not_break_them_all(tmp_path: P
         assert (answer.status, answer.headers["x-should-retry"]) == (503, "true")
         assert "scripted to answer 500" in answer.error["message"]
         assert sorted(asked_of(*engines)) == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("ends_well", [False, True], ids=["each fails", "some end well"])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_engine_that_fails_request_after_request_gets_none_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_well: bool, streamed: bool
+) -> None:
+    monkeypatch.setattr(faults, "OUT_S", 3600.0)
+    cuts = itertools.cycle([Cut("500"), None] if ends_well else [Cut("500")])
+    e0, e1 = TextEngine("e0", draw=lambda: next(cuts)), TextEngine("e1")
+    async with e0, e1, gateway(tmp_path, e0, e1) as (found, http):
+        state = found.fleet.state.engines[EngineName("e0")]
+        while len(e0.texts) < faults.FAULTS_MAX:
+            assert (await ask(http, chat(stream=streamed))).status == 200
+        for _ in range(8):
+            assert (await ask(http, chat(stream=streamed))).status == 200
+        assert ("scripted to answer 500" in state.suspicion) is not ends_well
+        assert (len(e0.texts) > faults.FAULTS_MAX) is ends_well
 
 
 async def test_a_stream_that_breaks_off_says_so_and_is_not_asked_for_again(tmp_path: Path) -> None:
