@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -47,6 +48,8 @@ from trainer_client.streaming.passes import Items, Part, Stream, Writers
 from trainer_client.streaming.ranks import OneRank, Ranks, TorchRanks, check_ranks
 from trainer_client.streaming.staging import StagingRing
 from trainer_client.tickets import AsyncTicket, PendingTicket, Ticket, Wait, check_wait, wait_for
+
+log = logging.getLogger(__name__)
 
 FORMAT = {"format": "pt"}
 """Header metadata that `transformers` requires of a safetensors file: names and shapes are those of torch modules."""
@@ -105,6 +108,7 @@ class AsyncPublisher(AsyncClient):
         self.wait: Wait = wait
         self._force_tcp = force_tcp
         self._reached = False
+        self._looked = False  # whether anybody watches the model
         self._newest: AsyncTicket | None = None
         self.state = RunState(model, self.run)
         self._publish_lock = asyncio.Lock()  # versions of one run are numbered in the order of the calls
@@ -175,6 +179,22 @@ class AsyncPublisher(AsyncClient):
         """Waits as far as the publish does. Until it has, the next publish of the same step takes the same version."""
         with self._relay.doubts.while_unknown(Doubt(ticket), VersionLost):
             await wait_for(ticket, arguments.wait, arguments.timeout_s)
+        if not self._looked and self._rank.index == 0:
+            self._looked = True
+            await self._tell_if_unwatched()
+
+    async def _tell_if_unwatched(self) -> None:
+        """A relay that is watched for other models alone says so itself, in the ticket's warnings. One that nobody
+        watches does not know what gateways watch elsewhere."""
+        statuses = await self._relay.statuses()
+        watched = {model for status in statuses for model in status.watched}
+        if watched and self.model not in watched and not statuses[0].watched:
+            log.warning(
+                "nobody watches model %r at %d relays, where %s is watched: no engine is served with what is published",
+                self.model,
+                len(statuses),
+                ", ".join(map(repr, sorted(watched))),
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """See `Publisher.state_dict`."""

@@ -193,6 +193,7 @@ class RelayStatus:
     access: AccessStatus | None = None  # None: it has no credentials
     engine_ports: tuple[EnginePortStatus, ...] = ()
     notices: tuple[Notice, ...] = ()  # for people: what was lost, damaged or offered again since it started
+    watched: tuple[str, ...] = ()  # models that gateways and others watch there
 
     @property
     def origin(self) -> Origin:
@@ -400,6 +401,20 @@ class RelayClient:
                 return self._masters[model]
         return None
 
+    async def statuses(self) -> list[RelayStatus]:
+        """Of this relay, and of others that a reply has named; those that answer at once."""
+
+        async def status(relay: RelayClient) -> RelayStatus:
+            async with asyncio.timeout(FIND_S):
+                return await relay.status()
+
+        relays = (self, *(self._peer(address) for address in self._others[:OTHERS_MAX]))
+        found = await asyncio.gather(*map(status, relays), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, LaminarError | TimeoutError):
+                raise error
+        return [one for one in found if isinstance(one, RelayStatus)]
+
     async def last_master_of(self, model: str) -> RelayClient:
         """The master of the last reply. One that is master no longer refuses calls, which is how that is noticed."""
         return self._masters.get(model) or await self.master_of(model)
@@ -525,6 +540,7 @@ def _status(reply: pb.StatusReply) -> RelayStatus:
             for p in reply.engine_ports
         ),
         notices=tuple(Notice(one.unix_s, one.text) for one in reply.notices),
+        watched=tuple(reply.watched),
     )
 
 

@@ -22,6 +22,7 @@ class StatusReport:
         self._lease, self._view = parts.lease, parts.lease.view
         self._pool, self._pins, self._fetches = parts.store.pool, parts.pins, parts.fetches
         self._models, self._refused_loads, self._notices = parts.models, parts.refused_loads, parts.notices
+        self._watchers = parts.watchers
 
     def reply(self) -> pb.StatusReply:
         pool, now = self._pool.statistics(), time.monotonic()
@@ -55,6 +56,7 @@ class StatusReport:
             access=self._access(),
             engine_ports=[_engine_port_message(port.statistics()) for port in self._ports.engines],
             notices=[pb.Notice(unix_s=one.unix_s, text=one.text) for one in self._notices.all()],
+            watched=sorted(self._watchers.models()),
         )
 
     def _access(self) -> pb.Access | None:

@@ -60,9 +60,13 @@ class Watchers:
         finally:
             self._watchers.discard(watcher)
 
+    def models(self) -> set[str]:
+        """Those that are watched here."""
+        return {watcher.model for watcher in self._watchers}
+
     def unwatched(self, model: str, run: str) -> str:
         """For a run's publisher, once: nobody watches its model here, though other models are watched. Empty if not."""
-        watched = {watcher.model for watcher in self._watchers}
+        watched = self.models()
         if not watched or model in watched or self._said.get(model) == run:
             return ""
         self._said.pop(model, None)

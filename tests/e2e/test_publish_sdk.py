@@ -171,6 +171,27 @@ async def test_the_asynchronous_face_publishes_concurrently_for_two_models(tier:
     assert (await _read(tier.address(1), "actor", tickets[0].version)).tensors["a"].tolist() == [1.0] * 3
 
 
+async def test_a_publish_under_a_name_that_no_gateway_follows_is_told(
+    tier: Tier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gateways follow the relays beside their engines: the one that the trainer publishes to may have no watcher."""
+    async with RelayClient(tier.address(1)) as gateway, AsyncPublisher(tier.address(0), "followed") as publisher:
+        watching = gateway.watch("followed")
+        coming = asyncio.ensure_future(anext(watching))
+        await publisher.publish({"w": torch.ones(2)}, step=1)
+        await coming
+        assert "nobody watches" not in caplog.text
+        async with AsyncPublisher(tier.address(0), "folowed") as mistyped:
+            for step in (1, 2):
+                await mistyped.publish({"w": torch.ones(2)}, step=step)
+        told = [record.message for record in caplog.records if "nobody watches" in record.message]
+        assert told == [
+            "nobody watches model 'folowed' at 2 relays, where 'followed' is watched: no engine is served with what is "
+            "published"
+        ]
+        await watching.aclose()  # type: ignore[attr-defined]
+
+
 async def test_publishes_of_one_run_take_turns(tier: Tier) -> None:
     async with AsyncPublisher(tier.address(0), "turns") as publisher:
         made = (publisher.publish({"w": torch.full((4,), n)}, step=n, wait="sealed") for n in range(4))

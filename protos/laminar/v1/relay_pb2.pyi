@@ -373,6 +373,7 @@ class StatusReply(_message.Message):
     ACCESS_FIELD_NUMBER: _builtins.int
     ENGINE_PORTS_FIELD_NUMBER: _builtins.int
     NOTICES_FIELD_NUMBER: _builtins.int
+    WATCHED_FIELD_NUMBER: _builtins.int
     relay: _builtins.str
     """its name"""
     instance: _builtins.str
@@ -426,6 +427,10 @@ class StatusReply(_message.Message):
     def notices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Notice]:
         """what people should know of its life so far, the newest last"""
 
+    @_builtins.property
+    def watched(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """models that gateways and others watch here"""
+
     def __init__(
         self,
         *,
@@ -450,10 +455,11 @@ class StatusReply(_message.Message):
         access: Global___Access | None = ...,
         engine_ports: _abc.Iterable[Global___EnginePort] | None = ...,
         notices: _abc.Iterable[Global___Notice] | None = ...,
+        watched: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["access", b"access"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "continues", b"continues", "cut_off", b"cut_off", "data_address", b"data_address", "draining", b"draining", "engine_ports", b"engine_ports", "insecure", b"insecure", "instance", b"instance", "members", b"members", "models", b"models", "notices", b"notices", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "store_id", b"store_id", "transfers", b"transfers", "transport", b"transport", "trouble", b"trouble", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "continues", b"continues", "cut_off", b"cut_off", "data_address", b"data_address", "draining", b"draining", "engine_ports", b"engine_ports", "insecure", b"insecure", "instance", b"instance", "members", b"members", "models", b"models", "notices", b"notices", "pins", b"pins", "pool_bytes", b"pool_bytes", "quarantined_bytes", b"quarantined_bytes", "registry_reachable", b"registry_reachable", "relay", b"relay", "store_id", b"store_id", "transfers", b"transfers", "transport", b"transport", "trouble", b"trouble", "used_bytes", b"used_bytes", "watched", b"watched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
