@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 LOOK_TIMEOUT_S = 2.0
+LOOKED_AT_MAX = 4
 VERSION_MAX = int("9" * VERSION_DIGITS_MAX)
 
 
@@ -108,8 +109,8 @@ class Relays:
         )
 
     async def look(self) -> Looked:
-        """What the relays that answer say now, whatever their watches have reported."""
-        found = await asyncio.gather(*map(self._status, self.answering()))
+        """What relays that answer say now, whatever their watches have reported: each knows of every model."""
+        found = await asyncio.gather(*map(self._status, self.answering()[:LOOKED_AT_MAX]))
         models = [model for status in found if status is not None for model in status.models]
         coming = [one.version for status in found if status is not None for one in status.transfers if self._ours(one)]
         sealed = [model.newest_sealed or NO_VERSION for model in models if self._ours(model)]

@@ -113,7 +113,9 @@ class SessionRegistry:
 
     def children(self, session_id: SessionId) -> list[SessionState]:
         """Its children that have not ended."""
-        found = (self._live[name] for name in sorted(self._children.get(session_id, ())))
+        if session_id not in self._children:
+            return []
+        found = (self._live[name] for name in sorted(self._children[session_id]))
         return [child for child in found if child.phase == "live"]
 
     def blocked(self, session_id: SessionId) -> bool:

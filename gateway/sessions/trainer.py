@@ -7,13 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.config import GatewayConfig
-from gateway.core.admission import Keeper, Reader, Readers, Sessions, WaitingGroup, is_silent, stranded, waiting_groups
+from gateway.core.admission import (
+    READER_S,
+    Keeper,
+    Reader,
+    Readers,
+    Sessions,
+    WaitingGroup,
+    is_silent,
+    stranded,
+    waiting_groups,
+)
 from gateway.core.fleet import FleetState
 from gateway.core.retry_after import Pace, retry_for_a_batch
 from gateway.core.scheduler import Admission
@@ -32,6 +42,8 @@ GROUPS_SHOWN_MAX = 20
 """Waiting groups in the status."""
 NOTES_MAX = 20
 """Readers of which a note is kept for the status; the oldest goes first."""
+NOTE_AGAIN_S = 600.0
+"""Between two lines in the log about one reader."""
 LEASES_LOOK_S = 5.0
 """Between two looks at which samples runners have."""
 
@@ -72,6 +84,18 @@ class AdmissionStatus:
     notes: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is wrong with what a reader samples; empty: nothing any more. Times of the monotonic clock."""
+
+    text: str
+    noted_at: float
+    logged_at: float
+
+    def shown(self, now: float) -> bool:
+        return bool(self.text) and now - self.noted_at <= READER_S
+
+
 class Trainer:
     """Nothing bounds admission before a reader has sampled.
 
@@ -87,10 +111,10 @@ class Trainer:
         store: ReaderStore | None = None,
     ) -> None:
         self.staleness = Staleness()
-        self._said = 0  # the newest version that a reader reported
+        self._said = 0  # the version that a reader reported last
         self._config, self._fleet, self._live, self._buffer = config, fleet, live, buffer
         self._readers, self._store = Readers(), store
-        self._notes: dict[str, str] = {}
+        self._notes: dict[str, Note] = {}
         self._leased: frozenset[tuple[str, int]] = frozenset()  # group and index of samples that runners have
         if store is not None and (kept := store.reader) is not None:
             now = time.monotonic()
@@ -105,7 +129,7 @@ class Trainer:
 
     @property
     def version(self) -> int:
-        """The newest version that a relay announced, or a reader reported."""
+        """The newest version that a relay announced, or the one that a reader reported last, if that is more."""
         return max(self._said, self._fleet.newest)
 
     @property
@@ -134,18 +158,21 @@ class Trainer:
         self.published(version)
 
     def published(self, version: int) -> None:
-        """The newest version that a reader reported."""
-        self._said = max(self._said, version)
+        """The newest version, as a reader reports it."""
+        self._said = version
 
     def note(self, reader: str, text: str) -> None:
         """What is wrong with what the reader samples, for the log and the status; empty: nothing any more."""
-        before = self._notes.pop(reader, "")
-        if text:
-            self._notes[reader] = text
-            while len(self._notes) > NOTES_MAX:
-                del self._notes[next(iter(self._notes))]
-            if not before:
-                log.warning("reader %s: %s", quoted(reader), text)
+        now, before = time.monotonic(), self._notes.pop(reader, None)
+        if before is None and not text:
+            return
+        logged_at = -math.inf if before is None else before.logged_at
+        if text and now - logged_at >= NOTE_AGAIN_S:
+            log.warning("reader %s: %s", quoted(reader), text)
+            logged_at = now
+        self._notes[reader] = Note(text, now, logged_at)
+        while len(self._notes) > NOTES_MAX:
+            del self._notes[next(iter(self._notes))]
 
     def took(self, version: int, entries: Sequence[Entry]) -> None:
         """A reader got trajectories: staleness at use, by the oldest version of each."""
@@ -185,7 +212,7 @@ class Trainer:
         return found
 
     def status(self) -> AdmissionStatus:
-        counting = self._counting(time.monotonic())
+        counting = self._counting(now := time.monotonic())
         found, bounds = self._admission(counting), self._bounds(counting)
         reader, sessions = (counting[0] if counting else None), self._sessions()
         held = 0 if reader is None else self._stranded(reader, bounds)
@@ -202,7 +229,7 @@ class Trainer:
             silent=sessions.silent,
             idle=sessions.idle,
             excess=max(0, found.over),
-            notes=dict(self._notes),
+            notes={name: note.text for name, note in self._notes.items() if note.shown(now)},
         )
 
     def _bounds(self, counting: Sequence[Reader]) -> Sequence[Bound]:
@@ -227,24 +254,34 @@ class Trainer:
         return ((s.session_id, s.spec.group_id) for s in self._live if s.spec.trains)
 
     def _sessions(self) -> Sessions:
-        now = unix_s()
-        kept = Counter(
-            self.kept_by(state, now) for state in self._live if state.version is not None and state.spec.trains
-        )
-        running = kept.total() - kept[None]
-        return Sessions(running, running - kept["turn"], kept[None])
+        now, after_s, used, silent, idle = unix_s(), self._config.idle_after_s, 0, 0, 0
+        since = now - after_s
+        for state in self._live:
+            if state.version is None or not state.spec.trains:
+                continue
+            if state.running or state.touched_unix_s > since:  # `is_silent`, inlined: each placement counts them all
+                used += 1
+            elif self._silent_kept_by(state, now, after_s) is None:
+                idle += 1
+            else:
+                silent += 1
+        return Sessions(used + silent, silent, idle)
 
     def kept_by(self, state: SessionState, now_unix_s: float, idle_after_s: float | None = None) -> Keeper | None:
         """What keeps the session; None: it is idle. `idle_after_s`: default `--idle-after-s`."""
         after_s = self._config.idle_after_s if idle_after_s is None else idle_after_s
-        if not is_silent(state, now_unix_s, after_s):
-            return "turn"
+        return "turn" if not is_silent(state, now_unix_s, after_s) else self._silent_kept_by(state, now_unix_s, after_s)
+
+    def _silent_kept_by(self, state: SessionState, now_unix_s: float, after_s: float) -> Keeper | None:
         if state.unrewarded is not None:
             return "reward"
-        if self._is_leased(state):
+        if self._leased and self._is_leased(state):
             return "runner"
-        children = (c for c in self._live.children(state.session_id) if c.spec.blocks_parent)
-        return "child" if any(self.kept_by(c, now_unix_s, after_s) for c in children) else None
+        if (children := self._live.children(state.session_id)) and any(
+            child.spec.blocks_parent and self.kept_by(child, now_unix_s, after_s) for child in children
+        ):
+            return "child"
+        return None
 
     def _is_leased(self, state: SessionState | None) -> bool:
         """A runner has the sample of the session, or of one above it."""

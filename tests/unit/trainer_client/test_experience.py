@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
+from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable, VersionUnknown
 from tests.support.experience_server import ExperienceServer, error_response, statistics
 from tests.support.trajectories import make_trajectory
 from tests.unit.gateway_store.disk import until
@@ -509,3 +509,19 @@ async def test_a_gateway_that_hangs_is_given_up_at_the_deadline(monkeypatch: pyt
             await reader.sample(trajectories=1, wait_s=0.05)
     released.set()
     await runner.cleanup()
+
+
+async def test_a_version_that_is_not_known_yet_is_said_again_until_it_is_or_the_patience_ends(
+    gateway: ExperienceServer, reader: AsyncExperienceReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VersionUnknown, "retry_after_s", 0.01)
+    gateway.answer = unknown = partial(error_response, 409, "no relay has announced version 7", "version_unknown")
+    sampling = asyncio.create_task(reader.sample(trajectories=2))
+    for _ in range(2):
+        await asyncio.wait_for(gateway.asked.acquire(), 60)
+    gateway.answer = None
+    assert len(await sampling) == 2
+    monkeypatch.setattr("trainer_client.experience.ANNOUNCED_PATIENCE_S", 0.0)
+    gateway.answer = unknown
+    with pytest.raises(VersionUnknown, match="no relay has announced version 7"):
+        await reader.sample(trajectories=2)

@@ -50,7 +50,9 @@ export function waits(tables) {
   if (engines.length && !engines.some((engine) => engine.state === "serving" || engine.state === "draining")) add("bad", "turns", "wait for any engine: none serves");
   for (const [reason, n] of Object.entries(status("sessions").waiting_for)) add("warn", plural(n, "turn"), reason, reason);
   const admission = status("admission");
-  if (admission.full) add("warn", "new sessions", `wait for reader ${admission.reader || "without a name"} to take a batch`);
+  if (admission.full) add("warn", "new sessions", `wait: ${admission.running} running and ${admission.buffered} buffered trajectories reach the bound of ${admission.bound}`, "full");
+  if (admission.idle) add("info", plural(admission.idle, "session"), "had no request for long, and count no more: gateway sessions --abandon ends them", "idle");
+  for (const [reader, note] of Object.entries(admission.notes)) add("warn", `reader ${reader}`, note);
   for (const engine of engines) {
     for (const held of engine.held_by) {
       const idle = held.idle_s === null ? "" : `, idle for ${seconds(held.idle_s)}`;
