@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -164,13 +165,18 @@ class Chat:
     def tool_format(self) -> ToolFormat:
         """The format of tool calls: the template's, or "none" if what it writes as a call is not read as one; Hermes'
         where it has no calls."""
-        form = format_of(self.template.source) if self.template.knows_calls else "hermes"
+        form = self._marked_format
         try:
-            written = self._rendered(self._prepared(SHAPES["call"].messages), None, False)
+            prepared = self._in_forms(self._prepared(SHAPES["call"].messages), self.probe.forms)
+            written = self._rendered(prepared, None, False)
         except InvalidRequest:  # it refuses this conversation, so that its marks have to do
             return form
         parser = ToolCallParser(form, TOOLS)
         return form if (parser.feed(written).calls or parser.finish().calls) else "none"
+
+    @property
+    def _marked_format(self) -> ToolFormat:
+        return format_of(self.template.source) if self.template.knows_calls else "hermes"
 
     @property
     def reasoning_format(self) -> ReasoningFormat:
@@ -252,9 +258,9 @@ class Chat:
     def _prepared(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[dict[str, Any]]:
         """Messages in the template's words, with contents as strings."""
         prepared = [self._message(message) for message in messages]
-        return (
-            prepared if self.template.knows_tools or not tools else _with_tool_prompt(prepared, tools, self.tool_format)
-        )
+        if self.template.knows_tools or not tools:
+            return prepared
+        return _with_tool_prompt(prepared, tools, self._marked_format)
 
     def _message(self, message: Message) -> dict[str, Any]:
         out: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
@@ -330,9 +336,15 @@ def _lost(messages: Sequence[Message], first: int, rendered: str) -> int | None:
                 at, likely[role] = max(at, found + len(escaped)), escape
                 break
         else:
-            if "".join(text.split()) not in "".join(rendered.split()):  # a template may wrap and indent
+            if _bare(text) not in _bare(rendered):
                 return position
     return None
+
+
+def _bare(text: str) -> str:
+    """Without white space, since templates wrap and indent, and without the switches of reasoning, which some take out
+    of a text and obey (SmolLM3, Nemotron)."""
+    return "".join(re.sub(r"/(no_?)?think", "", text).split())
 
 
 def _plain(text: str) -> str:

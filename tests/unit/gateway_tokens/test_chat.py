@@ -48,6 +48,7 @@ def test_a_template_that_iterates_over_parts_gets_parts(content: Any) -> None:
     }
     told = [{"role": "system", "content": "Add."}, {"role": "user", "content": content}, answer]
     text = rendered(ITERATES, [*told, {"role": "tool", "content": "fourteen"}], TOOLS)
+    assert chat(ITERATES).tool_format == "hermes"
     for words in ("Add.", "What is seven?", '{"name": "add", "arguments": {"a": 7}}', "fourteen", "LAMINARmark"):
         assert words in text
 
@@ -64,6 +65,12 @@ def test_each_role_has_the_form_in_which_the_template_reads_it() -> None:
 def test_trimmed_escaped_and_indented_texts_are_found(content: str, written: str) -> None:
     source = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ {written} }}}}{{% endfor %}}"
     rendered(source, [{"role": "user", "content": content}, {"role": "tool", "content": content + "!"}] * 3)
+
+
+def test_a_switch_that_the_template_takes_out_of_a_text_is_no_loss() -> None:
+    source = "{% for m in messages %}{{ m.content | replace('/no_think', '') | trim }};{% endfor %}"
+    told: Messages = [{"role": "system", "content": "/no_think"}, {**USER, "content": "What /no_think is seven?"}]
+    assert rendered(source, told) == ";What  is seven?;"
 
 
 def test_what_only_a_conversations_length_loses_is_refused_by_name() -> None:
