@@ -36,7 +36,7 @@ class Host:
 
     pool_dir: Path
     file_system: str
-    free_bytes: int
+    free_bytes: int  # with what an earlier life left in this very pool: the next one takes it over
     huge: str  # the tmpfs's huge= option, "never" without one
     kernel: tuple[int, int]  # Linux's version
     files_max: int
@@ -64,17 +64,18 @@ def look(pool_dir: Path) -> Host:
     existing = next(path for path in (pool_dir, *pool_dir.parents) if path.exists())
     kind, options = mount_of(existing.resolve())
     status = os.statvfs(existing)
+    found = tuple(orphans(pool_dir.parent))
     return Host(
         pool_dir,
         kind,
-        status.f_bavail * status.f_frsize,
+        status.f_bavail * status.f_frsize + sum(one.size_bytes for one in found if one.directory == pool_dir),
         next((o.removeprefix("huge=") for o in options.split(",") if o.startswith("huge=")), "never"),
         _kernel(os.uname().release),
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         _sysctl("net/core/rmem_max"),
         _sysctl("net/core/wmem_max"),
         _congestion_control(),
-        tuple(orphans(pool_dir.parent)),
+        found,
     )
 
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -129,6 +130,17 @@ def test_a_pool_of_somebody_else_is_none_that_was_left(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "open", refuse)
     assert look(tmp_path / "mine").orphans == ()
+
+
+def test_what_is_left_in_a_pool_counts_as_room_for_the_next_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left" / ".lock").touch()
+    (tmp_path / "left" / "file").write_bytes(bytes(8192))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1000, f_frsize=1))
+    assert look(tmp_path / "left").free_bytes == 1000 + 8192
+    assert look(tmp_path / "another").free_bytes == 1000
 
 
 def test_what_a_stopped_relay_left_comes_back_with_one_command(tmp_path: Path) -> None:
