@@ -26,6 +26,7 @@ from agents_env.openenv.serving import served
 from agents_env.options import SETTINGS, Startable, run_options, url
 from agents_env.sandbox.client import Sandbox, SandboxFailed
 from agents_env.sandbox.limits import Limits, SandboxRefused
+from protos.terminal import Failed
 
 _task_file = click.option(
     "--task-file",
@@ -86,7 +87,7 @@ def code_command(
         box = Sandbox(None if sandbox == "auto" else sandbox, limits)
         asyncio.run(box.check())
     except (SandboxRefused, SandboxFailed) as error:
-        raise click.ClickException(f"no sandbox for the code that the model writes: {error}") from error
+        raise Failed(f"no sandbox for the code that the model writes: {error}") from error
     options.start(code.Code(_tasks(task_file, code.OWN_TASKS, code.function_task), box, max_tokens=max_tokens))
 
 
@@ -224,7 +225,7 @@ def openenv_command(
                 )
             )
     except RunFailed as error:
-        raise click.ClickException(str(error)) from error
+        raise Failed(str(error)) from error
 
 
 def _setting(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> Mapping[str, Any]:

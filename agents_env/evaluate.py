@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from agents_env.environment import Environment
@@ -20,6 +19,8 @@ from agents_env.failures import RunFailed
 from agents_env.options import EvalOptions
 from agents_env.run import opened, run_to_end, shown, stop_on_signals, until
 from agents_env.runner import Plan, Record, Runner
+from protos import terminal
+from protos.terminal import add_row, line
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +111,15 @@ def _score(plan: Plan, records: Sequence[Record]) -> TaskScore:
 
 
 def _print(found: Evaluation) -> None:
-    table = Table(title=f"{found.environment}, seed {found.seed}", title_justify="left")
+    table = Table(title=line(f"{found.environment}, seed {found.seed}"), title_justify="left")
     table.add_column("task")
     for column in ("reward", "samples", "failed", "turns", "tokens"):
         table.add_column(column, justify="right")
     for score in found.tasks:
         reward = "none" if score.mean is None else f"{score.mean:.3f}"
         counts = (len(score.rewards), score.failed, score.turns, score.completion_tokens)
-        table.add_row(score.task_id, reward, *map(str, counts))
-    console = Console()
+        add_row(table, score.task_id, reward, *map(str, counts))
+    console = terminal.console()
     console.print(table)
     if found.reward_mean is not None:
         error = "" if found.reward_error is None else f" +- {found.reward_error:.4f}"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import click
-from rich.console import Console
 
 from agents_env.environment import Environment, PooledEnvironment
 from agents_env.failures import RunFailed
@@ -27,6 +26,7 @@ from agents_env.runner.progress import describe, show_live, show_log
 from agents_env.runner.sources import OwnTasks, PoolTasks, Source
 from agents_env.server import Server
 from agents_env.telemetry import serving_metrics, setup_logging
+from protos import terminal
 
 log = logging.getLogger("agents-env")
 
@@ -87,7 +87,7 @@ async def _roll_out(environment: Environment[Any], options: RunOptions) -> None:
 
 async def shown(runner: Runner[Any], stop: asyncio.Event, title: str) -> None:
     """Runs it while its progress is shown."""
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     live = console.is_terminal
     show = show_live(console, title, runner.statistics) if live else show_log(runner.statistics)
     showing = asyncio.create_task(show)

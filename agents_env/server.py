@@ -28,6 +28,7 @@ from openai.types.shared_params import FunctionDefinition
 from agents_env.environment import Access, Message, Outcome, Reply, Tool, ToolCall
 from agents_env.failures import Boundary, RolloutFailed, RunFailed
 from agents_env.retries import not_begun, with_retries
+from protos.foreign_text import one_line
 
 log = logging.getLogger("agents-env")
 
@@ -348,4 +349,4 @@ def _describe(error: openai.APIError) -> tuple[str, str]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:MESSAGE_MAX]
+    return one_line(" ".join(text.split()), MESSAGE_MAX)

@@ -12,6 +12,10 @@ import click
 from agents_env.failures import RolloutFailed, RunFailed
 from agents_env.run import run_to_end
 from agents_env.server import GATEWAY_KEY, Sampling, Server, Usage, api_key
+from protos.terminal import say
+
+SHOWN_CHARS_MAX = 1 << 20
+"""Of a line of a turn's text."""
 
 
 def start(session_id: str, gateway: str, *, tokens: bool, as_json: bool) -> None:
@@ -19,8 +23,7 @@ def start(session_id: str, gateway: str, *, tokens: bool, as_json: bool) -> None
     if as_json:
         click.echo(json.dumps(found, indent=1))
         return
-    for line in described(found):
-        click.echo(line)
+    say(*described(found), chars_max=SHOWN_CHARS_MAX)
 
 
 async def _look(session_id: str, gateway: str, *, tokens: bool) -> Mapping[str, Any]:

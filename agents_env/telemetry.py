@@ -20,11 +20,11 @@ from prometheus_client.registry import Collector
 
 from agents_env.failures import RunFailed
 from agents_env.runner import Statistics
+from protos.foreign_text import LINE_CHARS_MAX, OneLine
 
 TEXT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 FIELDS = ("session",)
 """Of a record's `extra`, what stands in its line."""
-LINE_CHARS_MAX = 8192
 
 
 class JsonLines(logging.Formatter):
@@ -46,10 +46,9 @@ class JsonLines(logging.Formatter):
 
 def setup_logging(level: str, form: str) -> None:
     """Sends log lines to stderr, as "text" or "json"."""
-    logging.basicConfig(stream=sys.stderr, level=level.upper(), format=TEXT, datefmt="%Y-%m-%dT%H:%M:%S")
-    if form == "json":
-        for handler in logging.getLogger().handlers:
-            handler.setFormatter(JsonLines())
+    logging.basicConfig(stream=sys.stderr, level=level.upper())
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(JsonLines() if form == "json" else OneLine(TEXT, datefmt="%Y-%m-%dT%H:%M:%S"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ import httpx
 
 from agents_env.failures import RunFailed
 from agents_env.server import NO_KEY, api_key, programs_environment
+from agents_env.telemetry import setup_logging
 
 log = logging.getLogger("agents-env")
 
@@ -309,7 +310,7 @@ def command(
     Each rollout of an agent is a session at the gateway, finished with the reward of its trace. What stands behind `--`
     goes to vf-eval. Its default runtime is a remote sandbox: name `subprocess` for programs on this machine.
     """
-    logging.basicConfig(stream=sys.stderr, level="INFO", format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    setup_logging("info", "text")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request otherwise
     options = VerifiersOptions(env, gateway, model, client, tokenizer, tasks, rollouts, out, program, extra)
     try:

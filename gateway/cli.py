@@ -9,7 +9,7 @@ import keyword
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from protos.options import (
     version_option,
 )
 from protos.process import setup_logging, write_ready_file
+from protos.terminal import Failed, say
 
 if TYPE_CHECKING:
     from gateway.experience.stores import StoreKind
@@ -176,7 +177,7 @@ def doctor(engines: tuple[str, ...], wait_s: float, **options: Any) -> None:
     try:
         findings = asyncio.run(examine_patiently(_config(engines, options), wait_s))
     except LaminarError as e:
-        raise click.ClickException(str(e)) from e
+        raise Failed(str(e)) from e
     report_findings(findings)
 
 
@@ -197,7 +198,14 @@ def backup(data: Path, out: Path) -> None:
     try:
         click.echo(back_up(data, out).described())
     except LaminarError as e:
-        raise click.ClickException(str(e)) from e
+        raise Failed(str(e)) from e
+
+
+def _tell(answer: Mapping[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(answer, indent=1))
+    else:
+        say(*lines)
 
 
 @cli.command()
@@ -211,8 +219,8 @@ def repack(url: str, dry_run: bool, as_json: bool) -> None:
     try:
         answer = asyncio.run(request_plans(url, dry_run=dry_run))
     except LaminarError as e:
-        raise click.ClickException(str(e)) from e
-    click.echo(json.dumps(answer, indent=1) if as_json else describe(answer, dry_run=dry_run))
+        raise Failed(str(e)) from e
+    _tell(answer, describe(answer, dry_run=dry_run), as_json=as_json)
 
 
 @cli.command()
@@ -240,9 +248,9 @@ def sessions(url: str, idle_s: int | None, abandon: bool, as_json: bool) -> None
     try:
         answer = asyncio.run(abandon_idle(url, idle_s) if abandon else list_sessions(url, idle_s))
     except LaminarError as e:
-        raise click.ClickException(str(e)) from e
+        raise Failed(str(e)) from e
     lines = describe_abandoned(answer) if abandon else describe(answer, idle_s)
-    click.echo(json.dumps(answer, indent=1) if as_json else "\n".join(lines))
+    _tell(answer, lines, as_json=as_json)
 
 
 @cli.command()
@@ -267,7 +275,7 @@ def status(url: str, as_json: bool, wait_s: float, engines_min: int) -> None:
     try:
         answer = asyncio.run(wait_for_engines(url, wait_s, engines_min) if wait_s else call("GET", url, "/status"))
     except LaminarError as e:
-        raise click.ClickException(str(e)) from e
+        raise Failed(str(e)) from e
     if as_json:
         click.echo(json.dumps(answer, indent=1))
     else:
@@ -293,7 +301,7 @@ def top(url: str, once: bool) -> None:
     try:
         asyncio.run(run(url, only_once=once))
     except LaminarError as e:
-        raise click.ClickException(str(e)) from e
+        raise Failed(str(e)) from e
     except KeyboardInterrupt:
         return
 

@@ -39,6 +39,7 @@ from protos.options import (
     version_option,
 )
 from protos.process import setup_logging, write_ready_file
+from protos.terminal import say
 from protos.version_labels import VersionLabels
 
 T = TypeVar("T")
@@ -247,14 +248,14 @@ def drain(relay: str, credentials: Path | None, wait_s: float) -> None:
         async with _client(relay, credentials) as client:
             while (needed := await client.drain()) and time.monotonic() < deadline:
                 if needed != shown:
-                    click.echo(f"still needed as {'; '.join(needed)}", err=True)
+                    say(f"still needed as {'; '.join(needed)}", err=True)
                     shown = needed
                 await asyncio.sleep(POLL_S)
         return needed
 
     needed = _run(wait())
     if needed:
-        click.echo(f"error: still needed after {wait_s:g} s as {'; '.join(needed)}", err=True)
+        say(f"error: still needed after {wait_s:g} s as {'; '.join(needed)}", err=True)
         sys.exit(1)
     click.echo("it is not needed any more: it can be stopped")
 
@@ -282,7 +283,7 @@ def adopt(relay: str, credentials: Path | None, continues: str, model: str, abov
             return await client.adopt(continues=continues, model=model, above=above)
 
     store_id, versions = _run(call())
-    click.echo(f"{'continues in' if continues else 'joined'} {store_id} with {', '.join(versions) or 'no version'}")
+    say(f"{'continues in' if continues else 'joined'} {store_id} with {', '.join(versions) or 'no version'}")
 
 
 @cli.command()
@@ -300,7 +301,7 @@ def drop(relay: str, credentials: Path | None, model: str) -> None:
             return await client.drop(model)
 
     held = _run(call())
-    click.echo(f"dropped {model} with {'versions ' + ', '.join(map(str, held)) if held else 'no version'}")
+    say(f"dropped {model} with {'versions ' + ', '.join(map(str, held)) if held else 'no version'}")
 
 
 @cli.command()
@@ -316,7 +317,7 @@ def clear(pool_dir: Path | None, name: str) -> None:
 
     where = (pool_dir or default_pool_dir(name)).resolve()
     freed = clear_pool(where)
-    click.echo(f"{show_bytes(freed)} came back from {where}" if freed else f"no relay left anything in {where}")
+    say(f"{show_bytes(freed)} came back from {where}" if freed else f"no relay left anything in {where}")
 
 
 @cli.command()
@@ -510,7 +511,7 @@ def _run(work: Coroutine[None, None, T]) -> T:
         return asyncio.run(work)
     except LaminarError as error:
         logging.getLogger(__name__).debug("failed", exc_info=error)
-        click.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         sys.exit(1)
 
 
@@ -531,5 +532,5 @@ def main() -> None:
     try:
         cli(prog_name="paramserver")
     except LaminarError as error:
-        click.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         sys.exit(1)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.text import Text
 
 from paramserver.cli_views import describe, show_status
 from paramserver.client.relay import RelayClient, RelayStatus
 from paramserver.config import show_bytes
+from protos import terminal
 from protos.errors import LaminarError, Unavailable
+from protos.terminal import line
 
 LOOK_S = 1.0
 """Between two requests for the status."""
@@ -41,7 +42,7 @@ async def run(client: RelayClient, *, only_once: bool) -> None:
     if only_once:
         show_status(await client.status(), as_json=False)
         return
-    console = Console(markup=False, highlight=False)
+    console = terminal.console()
     if not console.is_terminal:
         raise LaminarError("standard output is no terminal", hint="add --once")
     await _follow(client, console)
@@ -63,7 +64,7 @@ async def _follow(client: RelayClient, console: Console) -> None:
 def view(status: RelayStatus, arrivals: Arrivals, away: str = "") -> Iterator[RenderableType]:
     """`away`: why there is nothing newer."""
     if away:
-        yield Text(away, style="bold red")
+        yield line(away, "bold red")
     yield from describe(status)
     for (model, version), rate in arrivals.rates.items():
-        yield Text(f"{model} version {version} comes at {show_bytes(int(rate))}/s", style="cyan")
+        yield line(f"{model} version {version} comes at {show_bytes(int(rate))}/s", "cyan")

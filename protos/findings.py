@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import click
 
+from protos.foreign_text import one_line
+from protos.terminal import say
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -31,8 +34,8 @@ def report_findings(findings: Sequence[Finding]) -> None:
         word, colour = (
             ("ok", "green") if finding.right else ("advice", "yellow") if finding.advice else ("wrong", "red")
         )
-        click.echo(f"{click.style(f'{word:<7}', fg=colour)} {finding.what}: {finding.found}")
+        click.echo(f"{click.style(f'{word:<7}', fg=colour)} {one_line(f'{finding.what}: {finding.found}')}")
         if not finding.right and finding.remedy:
-            click.echo(f"        {finding.remedy}")
+            say(f"        {finding.remedy}")
     if wrong(findings):
         sys.exit(1)

@@ -9,7 +9,9 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import re
+from typing import Any
 
 LINE_CHARS_MAX = 8192
 NAME_CHARS_MAX = 120
@@ -43,6 +45,22 @@ def continued(text: str) -> str:
     if len(text) > TRACEBACK_CHARS_MAX:
         text = f"({len(text)} characters) ... {text[-TRACEBACK_CHARS_MAX:]}"
     return "\n".join(f"  {line}" for line in _CONTROL_IN_LINES.sub(_escaped, text).split("\n"))
+
+
+class OneLine(logging.Formatter):
+    """Formats each message as one line of bounded length, so that text from other processes cannot forge lines or fill
+    the log. A traceback follows its message, indented: the error in it may have such text as well.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is the base class's
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return continued(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802
+        return continued(super().formatStack(stack_info))
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -13,10 +13,9 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from protos.errors import Conflict, Unavailable
-from protos.foreign_text import LINE_CHARS_MAX, continued, one_line
+from protos.foreign_text import LINE_CHARS_MAX, OneLine
 from protos.telemetry.logs import JsonLines
 
 LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
@@ -49,22 +48,6 @@ class Seldom(logging.Filter):
             return False
         self._passed[place] = record.created
         return True
-
-
-class OneLine(logging.Formatter):
-    """Formats each message as one line of bounded length, so that text from other processes cannot forge lines or fill
-    the log. A traceback follows its message, indented: the error in it may have such text as well.
-    """
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is the base class's
-        record.message = one_line(record.message)
-        return super().formatMessage(record)
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802
-        return continued(super().formatException(ei))
-
-    def formatStack(self, stack_info: str) -> str:  # noqa: N802
-        return continued(super().formatStack(stack_info))
 
 
 def setup_logging(level: str = "info", form: str = "text", **names: str) -> None:

@@ -17,6 +17,7 @@ from gateway.faultkit.script import RESUMABLE, Cut, CutKind, cuts_by_seed
 from protos.errors import LaminarError
 from protos.options import PORT, PORT_MAX
 from protos.process import cannot_listen, write_ready_file
+from protos.terminal import Failed
 
 
 @click.command(epilog="A seed's draws are the same in every run, request by request of an engine.")
@@ -82,7 +83,7 @@ def faultkit(
     try:
         asyncio.run(_serve(engines, ready_file))
     except LaminarError as e:
-        raise click.ClickException(str(e)) from e
+        raise Failed(str(e)) from e
 
 
 def _kinds(text: str) -> tuple[CutKind, ...]:

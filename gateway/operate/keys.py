@@ -10,6 +10,7 @@ from protos.access.key_file import key_in, make_key_file
 from protos.access.roles import PURPOSE, ROLES, Role, new_line
 from protos.errors import LaminarError
 from protos.options import Group
+from protos.terminal import Failed
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 role_argument = click.argument("role", type=click.Choice(ROLES))
@@ -38,7 +39,7 @@ def init(file: Path) -> None:
     try:
         make_key_file(file)
     except LaminarError as e:
-        raise click.ClickException(str(e)) from e
+        raise Failed(str(e)) from e
     click.echo(f"{file} has a key for each of {', '.join(ROLES)}")
 
 
@@ -57,7 +58,7 @@ def new(role: Role, name: str) -> None:
     try:
         click.echo(new_line(role, name))
     except LaminarError as e:
-        raise click.ClickException(str(e)) from e
+        raise Failed(str(e)) from e
     click.echo("add this line to the file of --api-keys; its third word is the key", err=True)
 
 
@@ -74,4 +75,4 @@ def get(file: Path, role: Role, name: str | None) -> None:
     try:
         click.echo(key_in(file, role, name))
     except LaminarError as e:
-        raise click.ClickException(str(e)) from e
+        raise Failed(str(e)) from e

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from protos.access.bearer import KEY_HINT, bearer
 from protos.access.unix_socket import socket_path
 from protos.engines import is_address
 from protos.errors import Forbidden, InvalidRequest, Unauthenticated, Unavailable
-from protos.foreign_text import one_line
 
 DEADLINE_S = 10.0
 LOOK_S = 0.5
@@ -100,11 +99,11 @@ def _cause(error: Exception) -> str:
     return str(error)
 
 
-def describe(answer: Mapping[str, Any], *, dry_run: bool) -> str:
+def describe(answer: Mapping[str, Any], *, dry_run: bool) -> Sequence[str]:
     """For people: each version's plan, its price and gain, and the reason for every engine."""
     if not answer["plans"]:
-        return "nothing to pack: no version behind the newest is on more than one engine"
-    return "\n".join(one_line(line) for plan in answer["plans"] for line in _plan_lines(plan, dry_run))
+        return ["nothing to pack: no version behind the newest is on more than one engine"]
+    return [line for plan in answer["plans"] for line in _plan_lines(plan, dry_run)]
 
 
 def _plan_lines(plan: Mapping[str, Any], dry_run: bool) -> list[str]:

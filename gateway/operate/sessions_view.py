@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.operate.repack_view import call
-from protos.foreign_text import one_line, quoted
+from protos.foreign_text import quoted
 
 SHOWN_MAX = 10_000
 
@@ -32,7 +32,7 @@ def describe(answer: Mapping[str, Any], idle_s: int | None) -> Sequence[str]:
     silent = "" if idle_s is None else f", {len(shown)} of them without a turn for {idle_s} s"
     idle = sum(session["kept_by"] is None for session in shown)
     head = f"{answer['live']} sessions are live{silent}; {idle} are idle: nothing keeps them"
-    return [head, *(one_line(_line(session)) for session in shown)]
+    return [head, *map(_line, shown)]
 
 
 def _line(session: Mapping[str, Any]) -> str:
@@ -45,4 +45,4 @@ def _line(session: Mapping[str, Any]) -> str:
 
 def describe_abandoned(answer: Mapping[str, Any]) -> Sequence[str]:
     failed = [f"{quoted(name)} is not ended: {why}" for name, why in answer["failed"].items()]
-    return [f"{len(answer['abandoned'])} idle sessions are ended", *map(one_line, failed)]
+    return [f"{len(answer['abandoned'])} idle sessions are ended", *failed]

@@ -8,25 +8,20 @@ from typing import Any
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from protos import terminal
 from protos.foreign_text import one_line, quoted
+from protos.terminal import PIPE_COLUMNS, add_row, line
 
-PIPE_COLUMNS = 10_000
-"""Width of output that is not a terminal: lines are not broken for a pipe."""
 ENGINE_COLUMNS = ("engine", "kind", "state", "version", "intake", "admitted", "running", "waiting", "KV used", "dtype")
 LEFT_OUT_FIRST = ("dtype", "kind", "admitted", "waiting", "KV used", "intake")
 
 
 def show(status: Mapping[str, Any], console: Console | None = None) -> None:
-    console = console or Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = PIPE_COLUMNS
-    for line in _head(status):
-        console.print(one_line(line), markup=False)
-    console.print(engines_table(status["engines"], console.width))
-    for line in warnings_of(status):
-        console.print(one_line(line), markup=False)
+    console = console or terminal.console()
+    table = engines_table(status["engines"], console.width)
+    for part in (*map(line, _head(status)), table, *map(line, warnings_of(status))):
+        console.print(part, soft_wrap=True)
 
 
 def _head(status: Mapping[str, Any]) -> Sequence[str]:
@@ -84,7 +79,7 @@ def engines_table(engines: Sequence[Mapping[str, Any]], width: int = PIPE_COLUMN
             del widths[name]
     table = Table(*widths, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*(Text(row[name]) for name in widths))  # not as markup: an engine's name may look like it
+        add_row(table, *(row[name] for name in widths))
     return table
 
 

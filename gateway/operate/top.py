@@ -17,8 +17,10 @@ from rich.text import Text
 
 from gateway.core.phases import PHASES
 from gateway.operate.feed_reader import Seen, frames
-from gateway.operate.status_view import PIPE_COLUMNS, engines_table, warnings_of
+from gateway.operate.status_view import engines_table, warnings_of
+from protos import terminal
 from protos.errors import LaminarError, Unavailable
+from protos.terminal import PIPE_COLUMNS, add_row, line
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 DRAWN_PER_S = 2.0
@@ -41,15 +43,12 @@ async def once(url: str, console: Console | None = None) -> None:
             seen.take(kind, frame)
     if not seen.life:
         raise Unavailable(f"the feed of {url} ended before its first message")
-    console = console or Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 10_000  # lines are not broken for a pipe
-    console.print(view(seen, lines=10_000))
+    (console or terminal.console()).print(view(seen, lines=10_000), soft_wrap=True)
 
 
 async def follow(url: str, console: Console | None = None) -> None:
     """Shows it until cancelled; connects again when the connection ends. Raises what the first connection meets."""
-    console = console or Console(highlight=False)
+    console = console or terminal.console()
     seen, failures = Seen(), 0
     with Live(Text("connecting"), console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -93,7 +92,7 @@ def view(seen: Seen, *, lines: int, columns: int = PIPE_COLUMNS, away: str = "")
         Text(""),
         *_chain(seen.tables["relays"]),
         *_repack(status, seen.tables["receipts"]),
-        *(Text(f"! {line}", style="yellow", overflow="fold") for line in waits),
+        *(line(f"! {wait}", "yellow") for wait in waits),
         *(_event(event) for event in events),
     )
 
@@ -101,16 +100,14 @@ def view(seen: Seen, *, lines: int, columns: int = PIPE_COLUMNS, away: str = "")
 def _head(seen: Seen, status: Mapping[str, Any], away: str) -> Iterator[Text]:
     sessions, buffer = status["sessions"], status["buffer"]
     clock = time.strftime("%H:%M:%S", time.localtime(seen.t_unix_s))
-    title = Text.assemble(
-        ("Laminar ", "bold"), f"{status['model']}, mode {status['mode']}, version {status['newest_version']}"
+    restarts = f", restarted while watched: {seen.restarts}" if seen.restarts else ""
+    yield Text("Laminar ", style="bold") + line(
+        f"{status['model']}, mode {status['mode']}, version {status['newest_version']} (the trainer's "
+        f"{status['trainer_version']}), {clock}{restarts}"
     )
-    title.append(f" (the trainer's {status['trainer_version']}), {clock}")
-    if seen.restarts:
-        title.append(f", restarted while watched: {seen.restarts}")
-    yield title
     if away:
-        yield Text(f"no connection: {away}; this is of {clock}, trying again", style="bold red")
-    yield Text(
+        yield line(f"no connection: {away}; this is of {clock}, trying again", "bold red")
+    yield line(
         f"{status['tokens_per_s']:.0f} tokens/s; sessions {sessions['live']}, turns running "
         f"{sessions['running_turns']}, waiting {sessions['queued']}; buffer {buffer['trajectories']}, leased "
         f"{buffer['leased']}; staleness of tokens {_mean(status['staleness']['generation'])}"
@@ -118,10 +115,10 @@ def _head(seen: Seen, status: Mapping[str, Any], away: str) -> Iterator[Text]:
     admission = status["admission"]
     if admission["bound"] is not None:
         counted = admission["running"] + admission["buffered"]
-        yield Text(f"admission {counted} of {admission['bound']}{', full' if admission['full'] else ''}")
+        yield line(f"admission {counted} of {admission['bound']}{', full' if admission['full'] else ''}")
     pool = status["prompt_pool"]
     if pool["tasks"] or pool["leased"]:
-        yield Text(f"prompt pool {pool['tasks']} tasks, {pool['leases']} samples leased, {pool['finished']} finished")
+        yield line(f"prompt pool {pool['tasks']} tasks, {pool['leases']} samples leased, {pool['finished']} finished")
 
 
 def _mean(histogram: Mapping[str, int]) -> str:
@@ -144,7 +141,7 @@ def _bar(name: str, part: int, whole: int, text: str, style: str) -> Text:
 def _versions(engines: Sequence[Mapping[str, Any]]) -> RenderableType:
     engines = [engine for engine in engines if engine["state"] != "dead"]
     if not engines:
-        return Text("no engine answers")
+        return line("no engine answers")
     by = Counter(engine["version"] for engine in engines)
     running = Counter[int]()
     for engine in engines:
@@ -170,19 +167,19 @@ def _engines(engines: Sequence[Mapping[str, Any]], room: int, columns: int) -> I
     if engines:
         yield engines_table(order[:room], columns)
     if len(order) > room:
-        yield Text(f"and {len(order) - room} engines more", style="bright_black")
+        yield line(f"and {len(order) - room} engines more", "bright_black")
 
 
 def _chain(relays: Mapping[str, Any]) -> Iterator[Text]:
     for address, relay in relays.items():
         if relay.get("error"):
-            yield Text(f"relay {address}: {relay['error']}", style="red", overflow="fold")
+            yield line(f"relay {address}: {relay['error']}", "red")
     known = [relay for relay in relays.values() if relay.get("model")]
     if not known:
         return
     best = next((relay for relay in known if relay["model"]["master"] == relay["relay"]), known[0])
     hops = [_hop(hop, best["model"]["master"]) for hop in best["model"]["hops"]]
-    yield Text("chain " + " → ".join(hops), overflow="fold")
+    yield line("chain " + " → ".join(hops))
 
 
 def _hop(hop: Mapping[str, Any], master: str) -> str:
@@ -200,13 +197,13 @@ def _relay_troubles(relays: Mapping[str, Any]) -> list[str]:
 def _repack(status: Mapping[str, Any], receipts: Mapping[str, Any]) -> Iterator[RenderableType]:
     for plan in status["repack"]["plans"]:
         freed = ", ".join(plan["freed"][:4]) or "no engine"
-        yield Text(f"repack of version {plan['version']}: frees {freed} by {plan['moves']} moves")
+        yield line(f"repack of version {plan['version']}: frees {freed} by {plan['moves']} moves")
     newest = sorted(receipts.values(), key=lambda one: -one["number"])[:3]
     if newest:
         table = Table("emptied", "version", "moves", "price", "gain", box=None, pad_edge=False)
         for one in newest:
             row = [f"v{one['version']}", str(one["num_moves"]), _pair(one["price_s"]), _pair(one["gain_s"])]
-            table.add_row(one["engine"], *row)
+            add_row(table, one["engine"], *row)
         yield table
 
 
@@ -225,14 +222,15 @@ def _event(event: Mapping[str, Any]) -> Text:
     words = ", ".join(
         str(word) for word in (event.get("state"), event.get("reason"), event.get("error"), *rest) if word
     )
-    line = Text(no_wrap=True, overflow="ellipsis", style="bright_black")
-    return line.append(f"{clock} {event['kind']} {event.get('engine', '')} {words}")
+    shown = line(f"{clock} {event['kind']} {event.get('engine', '')} {words}", "bright_black")
+    shown.no_wrap, shown.overflow = True, "ellipsis"
+    return shown
 
 
 async def run(url: str, *, only_once: bool) -> None:
     if only_once:
         await once(url)
         return
-    if not Console().is_terminal:
+    if not terminal.console().is_terminal:
         raise LaminarError("standard output is no terminal", hint="add --once")
     await follow(url)

@@ -15,6 +15,7 @@ import click
 
 from protos.errors import LaminarError
 from protos.process import setup_logging
+from protos.terminal import Failed
 
 if TYPE_CHECKING:
     from gateway.tables.exports import Exported
@@ -75,7 +76,7 @@ def export(out: Path, store: str, force: bool, **wanted: Any) -> None:
         found: Exported = exports.export_table(store, out, exports.Wanted(**wanted), force=force)
     click.echo(found.described(out))
     if found.num_damaged:
-        raise click.ClickException(
+        raise Failed(
             f"{found.num_damaged} sessions of the store are damaged: the log above names them, and the file lacks them"
         )
 
@@ -106,7 +107,7 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except (LaminarError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+        raise Failed(str(error)) from error
 
 
 def _needing_pyarrow(module: str) -> Any:
@@ -115,4 +116,4 @@ def _needing_pyarrow(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "pyarrow":
             raise
-        raise click.ClickException("Parquet needs pyarrow: pip install 'laminar-rl[parquet]'") from error
+        raise Failed("Parquet needs pyarrow: pip install 'laminar-rl[parquet]'") from error

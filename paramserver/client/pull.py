@@ -34,7 +34,9 @@ from paramserver.data.frames import Greeting
 from paramserver.data.secured import DataAccess
 from paramserver.data.tcp import TcpLink, dialer
 from paramserver.data.transport import Source
+from protos import terminal
 from protos.errors import Conflict, Corrupt, LaminarError, Unavailable
+from protos.terminal import say
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +212,7 @@ async def pull(
     relay: RelayClient, model: str, version: int | None, out: Path, *, num_stripes: int, patience_s: float
 ) -> None:
     """Brings a version into `out`; the pin on it is renewed while it comes. Closes the client in the end."""
-    console = Console(stderr=True, soft_wrap=True)  # a path or digest that is broken over lines cannot be copied
+    console = terminal.console(stderr=True)
     async with relay as client:
         lease = await client.acquire(model, version, holder=f"pull:{os.getpid()}", ttl_s=PIN_TTL_S)
         try:
@@ -220,7 +222,7 @@ async def pull(
             manifest = await asyncio.to_thread(_query_manifest, source, greeting, client.data_access)
             with PartialFiles(manifest, lease.root_digest, out) as files:
                 if files.bytes_present:
-                    console.print(f"resuming: {show_bytes(files.bytes_present)} are here already, and verified")
+                    say(f"resuming: {show_bytes(files.bytes_present)} are here already, and verified", err=True)
                 dial = dialer(access=client.data_access)
                 fetch = Fetch(files, greeting, lambda: [[source]], dial, num_stripes=num_stripes, patience_s=patience_s)
                 await _fetch(fetch, manifest, client, lease, console)
@@ -230,7 +232,7 @@ async def pull(
                 await client.release(lease)
             raise
         await client.release(lease)
-    console.print(f"{model} version {lease.version} (step {lease.step}) is in {out}, root {lease.root_digest}")
+    say(f"{model} version {lease.version} (step {lease.step}) is in {out}, root {lease.root_digest}", err=True)
 
 
 async def _fetch(fetch: Fetch, manifest: Manifest, client: RelayClient, lease: Lease, console: Console) -> None:

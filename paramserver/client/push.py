@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack
 
-from rich.console import Console
-
 from paramserver.client.checkpoint import plain_files, read_checkpoint
 from paramserver.client.progress import bytes_progress
 from paramserver.client.publisher import publish
 from paramserver.client.relay import RelayClient
 from paramserver.client.sources import FileSource, TensorSource
 from paramserver.config import show_bytes
+from protos import terminal
+from protos.terminal import say
 from protos.version_labels import VersionLabels
 
 FORMAT = {"format": "pt"}
@@ -40,7 +40,7 @@ async def push(
     **labels: Unpack[VersionLabels],
 ) -> None:
     """Publishes `directory` and waits until it is sealed, and `copies` relays hold it verified. Closes the client."""
-    console = Console(stderr=True, soft_wrap=True)
+    console = terminal.console(stderr=True)
     checkpoint, files = read_checkpoint(directory), plain_files(directory)
     sizes = [one.spec.size_bytes for one in checkpoint.tensors]
     run = run or f"push-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
@@ -64,9 +64,10 @@ async def push(
             )
             await ticket.wait_copies(copies, wait_s)
             holders = await ticket.holders()
-    console.print(
+    say(
         f"{model} version {ticket.version} (step {step}, run {run}) is sealed, on {', '.join(holders)}: "
-        f"{len(tensors)} tensors, {show_bytes(sum(sizes))}, and {_named(files)}{_left(checkpoint.left_behind)}"
+        f"{len(tensors)} tensors, {show_bytes(sum(sizes))}, and {_named(files)}{_left(checkpoint.left_behind)}",
+        err=True,
     )
 
 

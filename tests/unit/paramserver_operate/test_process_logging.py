@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from protos.process import REPEATS_AFTER_S, OneLine, Seldom, usable_cores
+from protos.foreign_text import OneLine
+from protos.process import REPEATS_AFTER_S, Seldom, usable_cores
 
 
 def record(name: str, line: int, at: float) -> logging.LogRecord:
