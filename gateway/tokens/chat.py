@@ -323,22 +323,36 @@ def _named(messages: Sequence[Message], position: int) -> str:
 def _lost(messages: Sequence[Message], first: int, rendered: str) -> int | None:
     """The position of the first message, from `first` on, whose text the rendering lacks.
 
-    Texts mostly stand in their order, so that each is looked for behind the one before: else a long rendering would be
-    searched from its beginning for each message. How a role's text was escaped is tried first for its next one.
+    How a role's text was escaped is tried first for its next one.
     """
-    at, likely = 0, dict[str, Escape]()
+    plainly, likely = _Rendering(rendered), dict[str, Escape]()
+    places = dict.fromkeys(ESCAPES, plainly)
     for position in range(first, len(messages)):
         role, text = messages[position]["role"], _owed(messages[position])
-        for escape in (likely.get(role, _plain), *ESCAPES):
-            escaped = escape(text)
-            found = rendered.find(escaped, at)
-            if found >= 0 or escaped in rendered:
-                at, likely[role] = max(at, found + len(escaped)), escape
+        for escape in (likely.get(role, _plain), *ESCAPES, _bare):
+            if escape not in places:
+                places[escape] = _Rendering(escape(rendered))
+            if places[escape].has(escape(text)):
+                likely[role] = escape
                 break
         else:
-            if _bare(text) not in _bare(rendered):
-                return position
+            return position
     return None
+
+
+class _Rendering:
+    """Texts mostly stand in it in their order. So each is looked for behind the one before: else a long rendering would
+    be searched from its beginning for each message."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+
+    def has(self, text: str) -> bool:
+        found = self._text.find(text, self._at)
+        if found < 0 and text not in self._text:
+            return False
+        self._at = max(self._at, found + len(text))
+        return True
 
 
 def _bare(text: str) -> str:

@@ -285,8 +285,17 @@ class Codec:
         return rendered
 
     def _encoded(self, rendered: str) -> list[int]:
-        ids = self._special.encoded(rendered)
-        return self.encode(rendered) if ids is None else ids
+        pieces = self._special.pieces(rendered)
+        if pieces is None:
+            return self.encode(rendered)
+        if len(rendered) > SLICE_CHARS:
+            self._check_length(rendered)
+        plain, ids = self._special.plain, list[int]()
+        for piece in pieces:
+            ids += (
+                [piece] if isinstance(piece, int) else plain.encode_batch_fast([piece], add_special_tokens=False)[0].ids
+            )
+        return ids
 
     def _chat(self, tools: Sequence[Tool] | None) -> Chat:
         chat = self._tool_chat if tools and self._tool_chat is not None else self._plain_chat

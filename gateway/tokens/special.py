@@ -37,14 +37,10 @@ class SpecialTokens:
         self._pattern = re.compile("|".join(map(re.escape, self._names)) or "(?!)")
         self._word = f"special{secrets.token_hex(8)}n"  # of letters and digits, which no template escapes
         if in_text == "text":
-            self._plain = Tokenizer.from_str(tokenizer.to_str())
-            self._plain.encode_special_tokens = True
+            self.plain = Tokenizer.from_str(tokenizer.to_str())
+            self.plain.encode_special_tokens = True
             for name in self._names:
-                sample = f"a {name} b{name}\n{name}c"
-                if self._in_pieces(sample) != tokenizer.encode(sample, add_special_tokens=False).ids:
-                    raise InvalidRequest(
-                        f"{OPTION} text: {name!r} of this tokenizer changes the text beside it", hint=f"{OPTION} refuse"
-                    )
+                self._check_alone(name)
 
     def guarded(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None, new: int | None = None
@@ -67,19 +63,24 @@ class SpecialTokens:
             return rendered
         return re.sub(self._word + r"(\d+)e", lambda found: self._names[int(found[1])], rendered)
 
-    def encoded(self, rendered: str) -> list[int] | None:
-        """The ids of a rendering that words stand in; None where there are none."""
-        return self._in_pieces(rendered) if self._in_text == "text" and self._word in rendered else None
+    def pieces(self, rendered: str) -> list[int | str] | None:
+        """The ids of the template's special tokens, and between them the texts that `plain` tokenises; None where no
+        word stands in."""
+        return self._cut(rendered) if self._in_text == "text" and self._word in rendered else None
 
-    def _in_pieces(self, rendered: str) -> list[int]:
-        """The template's special tokens, and between them texts without any."""
-        ids: list[int] = []
-        for piece in re.split(f"({self._pattern.pattern})", rendered):
-            if piece in self._ids:
-                ids.append(self._ids[piece])
-            elif piece:
-                ids += self._plain.encode(self.shown(piece), add_special_tokens=False).ids
-        return ids
+    def _cut(self, rendered: str) -> list[int | str]:
+        found = re.split(f"({self._pattern.pattern})", rendered)
+        return [self._ids[piece] if piece in self._ids else self.shown(piece) for piece in found if piece]
+
+    def _check_alone(self, name: str) -> None:
+        """Raises InvalidRequest unless texts beside the token have the ids that they have without it."""
+        sample, ids = f"a {name} b{name}\n{name}c", list[int]()
+        for piece in self._cut(sample):
+            ids += [piece] if isinstance(piece, int) else self.plain.encode(piece, add_special_tokens=False).ids
+        if ids != self._tokenizer.encode(sample, add_special_tokens=False).ids:
+            raise InvalidRequest(
+                f"{OPTION} text: {name!r} of this tokenizer changes the text beside it", hint=f"{OPTION} refuse"
+            )
 
     def _hidden(self, text: str) -> str:
         return self._pattern.sub(lambda found: f"{self._word}{self._names.index(found[0])}e", text)

@@ -67,6 +67,27 @@ def test_trimmed_escaped_and_indented_texts_are_found(content: str, written: str
     rendered(source, [{"role": "user", "content": content}, {"role": "tool", "content": content + "!"}] * 3)
 
 
+def test_a_long_history_is_searched_once() -> None:
+    """By the characters searched, whatever the order in which the template writes the texts, and how."""
+
+    class Searched(str):
+        """A rendering that counts."""
+
+        searched = 0
+
+        def find(self, text: str, at: int = 0) -> int:  # type: ignore[override]
+            found = str.find(self, text, at)
+            Searched.searched += (len(self) if found < 0 else found) - at
+            return found
+
+    told: Messages = [{"role": "tool" if n % 2 else "user", "content": f'{n}\n"{"x" * 90}"'} for n in range(2_000)]
+    source = "{% for m in messages %}{{ m.content | tojson if m.role == 'tool' else m.content }};{% endfor %}"
+    made = chat(source)
+    text = Searched(made.render(told))
+    made.check(told, text)
+    assert Searched.searched < 5 * len(text)
+
+
 def test_a_switch_that_the_template_takes_out_of_a_text_is_no_loss() -> None:
     source = "{% for m in messages %}{{ m.content | replace('/no_think', '') | trim }};{% endfor %}"
     told: Messages = [{"role": "system", "content": "/no_think"}, {**USER, "content": "What /no_think is seven?"}]
