@@ -5,6 +5,7 @@ Each field is an option of `gateway serve`, made by `protos.options` from its an
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, get_args
@@ -21,7 +22,7 @@ from protos.access.credentials import CREDENTIALS_VARIABLE
 from protos.access.etcd import EtcdAccess
 from protos.access.listening import INSECURE
 from protos.access.unix_socket import socket_path
-from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, check_relay, is_address, is_host_port
+from protos.engines import ENGINE_KINDS, URL_NAME, base_url_hint, check_kind, check_relay, is_address, is_host_port
 from protos.errors import InvalidRequest
 from protos.options import DIRECTORY, PORT, Flag, HostPort, Name, Size
 from protos.telemetry.options import TelemetryConfig
@@ -286,7 +287,7 @@ def parse_engine(text: str) -> EngineSpec:
     name, _, rest = text.partition("=")
     kind, _, address = rest.partition("=")
     url, _, relay = address.partition("@")
-    if not (name and kind and is_address(url) and (not relay or is_host_port(relay))):
+    if not (re.fullmatch(URL_NAME, name) and kind and is_address(url) and (not relay or is_host_port(relay))):
         raise InvalidRequest(
             f"--engine {text!r} is not NAME=KIND=URL[@RELAY]",
             hint="such as e0=vllm=http://127.0.0.1:8000@127.0.0.1:7070",

@@ -8,6 +8,9 @@ from urllib.parse import urlsplit
 
 from protos.errors import UnsupportedField
 
+URL_NAME = r"^(?!\.{1,2}$)[^\s/?#%]{1,256}$"
+"""Of an engine or a group: the name stands in URLs as it is."""
+URL_NAME_HINT = "1 to 256 characters without spaces and any of / ? # %, and not `.` or `..`"
 HOST_MAX = 253
 """Characters of a host's name, the limit of the DNS."""
 

@@ -35,7 +35,7 @@ from gateway.sessions.registry import SessionRegistry
 from gateway.sessions.trainer import Trainer
 from gateway.store import Timeline
 from gateway.store.timeline import READ_MAX
-from protos.engines import ENGINE_KINDS, base_url_hint, check_kind, is_address, is_host_port
+from protos.engines import ENGINE_KINDS, URL_NAME, base_url_hint, check_kind, is_address, is_host_port
 from protos.errors import Forbidden, InvalidRequest, LaminarError
 
 DIGITS_MAX = 15
@@ -50,7 +50,7 @@ ADDRESS_MAX = 2048
 
 
 class AddEngineRequest(msgspec.Struct, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(pattern=r"^[^\s/]{1,256}$", description="The engine's name, unique in the fleet.")]
+    name: Annotated[str, Meta(pattern=URL_NAME, description="The engine's name, unique in the fleet.")]
     url: Annotated[
         str, Meta(max_length=ADDRESS_MAX, description="The engine's own address, such as http://127.0.0.1:8000.")
     ]

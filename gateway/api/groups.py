@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Annotated
@@ -21,6 +22,7 @@ from gateway.core.types import GroupId, SessionId
 from gateway.sessions.group_service import GroupService
 from gateway.sessions.registry import SessionRegistry
 from gateway.store.groups import Group
+from protos.engines import URL_NAME, URL_NAME_HINT
 
 GROUP_SIZE_MAX = 4096
 
@@ -93,6 +95,8 @@ class _Handlers:
         size = _size(wanted)
         _check_members(wanted.session)
         in_range("group_min", wanted.group_min, 1, size)
+        if wanted.group_id is not None and not re.fullmatch(URL_NAME, wanted.group_id):
+            raise BadField("group_id", f"{wanted.group_id!r} is no name of a group", hint=URL_NAME_HINT)
         name = GroupId(wanted.group_id or f"g-{secrets.token_hex(8)}")
         caller = caller_of(request)
         member = session_spec(wanted.session, SessionId(""), owner=owner_of(caller))

@@ -151,6 +151,8 @@ _ANSWER_HEADERS = {
     "X-Laminar-History": "How the prompt came from the session's record: first, extended, closed or branch.",
     "X-Laminar-History-Reason": "Why it is a branch.",
     "X-Laminar-Joined": "true: this answers a request that was sent before.",
+    "X-Laminar-Without-Effect": "Fields that were accepted and have no effect, and max_tokens=N where the context has "
+    "room for no more than N tokens.",
     VERSION_HEADER: "The weight version, or versions, that sampled the answer; of a stream, its first tokens. "
     "Missing where a whole answer was kept alive: its headers were sent before it.",
     ENGINE_HEADER: "Of text that an engine answered itself: the engine.",
@@ -238,6 +240,8 @@ def _operation(route: Route) -> Json:
     if route.answers or route.also:
         names = [answer.__name__ for answer in route.answers]
         response["content"] = (_content(*names) if names else {}) | {kind: {} for kind in route.also}
+    elif route.status >= 400:
+        response = {"description": "It is refused.", "content": _content(route.error)}
     if route.turn:
         response["headers"] = {name: {"description": text, "schema": _TEXT} for name, text in _ANSWER_HEADERS.items()}
     statuses = [route.status, route.also_status] if route.also_status is not None else [route.status]

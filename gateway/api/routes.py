@@ -50,7 +50,8 @@ from gateway.api.openai.routes import PREFIXES
 from gateway.api.openai.schema import ChatCompletion, Completion, Model, Models
 from gateway.api.records import RecordedSession
 from gateway.api.responses.bodies import ResponsesRequest
-from gateway.api.responses.schema import ResponseObject
+from gateway.api.responses.record import LIMIT_MAX
+from gateway.api.responses.schema import InputItems, ResponseObject
 from gateway.api.sessions import (
     Abandoned,
     AbandonRequest,
@@ -218,6 +219,37 @@ def _calls(prefix: str) -> Sequence[Route]:
             READ,
             "A response of a live session, as recorded.",
             answers=[ResponseObject],
+        ),
+        Route(
+            "get",
+            f"{prefix}/v1/responses/{{response_id}}/input_items",
+            READ,
+            "What a response was answered to: its conversation, as items.",
+            query={
+                "order": {
+                    "schema": {"type": "string", "enum": ["asc", "desc"]},
+                    "description": "Default: desc, the newest first.",
+                },
+                "limit": {
+                    "schema": {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX},
+                    "description": "Items at most. Default: 20.",
+                },
+            },
+            answers=[InputItems],
+        ),
+        Route(
+            "delete",
+            f"{prefix}/v1/responses/{{response_id}}",
+            READ,
+            "Refused: a response is part of its session's record.",
+            status=400,
+        ),
+        Route(
+            "post",
+            f"{prefix}/v1/responses/{{response_id}}/cancel",
+            READ,
+            "Refused: a client that leaves cancels its call.",
+            status=400,
         ),
         Route(
             "post",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from dataclasses import replace
 
 from gateway.config import EngineSpec
@@ -19,7 +20,7 @@ from gateway.fleet.claims import Claimed
 from gateway.fleet.fleet import Fleet
 from paramserver.client import RegisteredEngine, watch_engines
 from paramserver.membership import Registry
-from protos.engines import check_kind, is_address, is_host_port
+from protos.engines import URL_NAME, check_kind, is_address, is_host_port
 from protos.errors import InvalidRequest, LaminarError
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def registered(engine: RegisteredEngine) -> EngineSpec:
     for what cannot be one."""
     spec = EngineSpec(engine.name, engine.kind, engine.url, engine.relay)
     check_kind(spec.kind, f"engine {spec.name}, registered by {engine.relay}")
-    if not (spec.name and is_address(spec.url) and is_host_port(engine.relay)):
+    if not (re.fullmatch(URL_NAME, spec.name) and is_address(spec.url) and is_host_port(engine.relay)):
         raise InvalidRequest(
             f"{spec.url[:200]!r} beside relay {engine.relay[:200]!r} is not the address of an engine",
             hint="register it as NAME=KIND=URL, such as e0=vllm=http://10.0.0.1:8000",

@@ -71,7 +71,8 @@ class JoinableTurns:
             for first, turn in bucket.items()
             if turn.request.choice == 0
             and (any_body or turn.request.origin.digest == call.digest)
-            and (found := _choices(bucket, first, choices)) is not None
+            # A key that was used for another number of answers was used for another request, which `join` refuses.
+            and (found := _choices(bucket, first, choices) or ([turn] if any_body else None)) is not None
         ]
         others = bool(self._refused.get(_refused(call))) or call.digest in self._swept.get(call.session_id, ())
         turn_id = join(call, earlier, others=others)

@@ -249,7 +249,7 @@ class RunningTurn:
     async def _end_at(self, num_tokens: int) -> None:
         await self._stop_driver()
         record = self.record
-        if self._ended and len(record.token_ids) <= num_tokens:
+        if self._ended and record.finish_reason == "stop" and len(record.token_ids) <= num_tokens:
             return  # another reader found the same stop
         del record.token_ids[num_tokens:], record.logprobs[num_tokens:], record.top_logprobs[num_tokens:]
         record.segments = [

@@ -110,8 +110,8 @@ class _Conversation(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     session_id: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     seed: int | None = None
-    return_token_ids: bool = False
-    return_weight_versions: bool = False
+    return_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
 
 
 class MessagesRequest(_Conversation, forbid_unknown_fields=True, kw_only=True):

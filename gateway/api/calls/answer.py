@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 Api = Literal["chat", "completion", "generate", "messages"]
 VERSION_HEADER = "X-Laminar-Weight-Version"
+NOTES_HEADER = "X-Laminar-Without-Effect"
+"""Fields that were accepted and have no effect, and `max_tokens=N` where the context had room for no more than N."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,7 @@ class PreparedRequest:
     has_messages: bool = True  # its prompt is a conversation
     continued: bool = False  # the answer continues the last message of the request
     kept: bool = False  # its session lives on, also if nothing named it
+    notes: Sequence[str] = ()  # for `NOTES_HEADER`
 
     @property
     def ephemeral(self) -> bool:
@@ -286,4 +289,6 @@ def _headers(prepared: PreparedRequest) -> dict[str, str]:
         headers["X-Laminar-History-Reason"] = prepared.prompt.reason
     if prepared.joined:
         headers["X-Laminar-Joined"] = "true"
+    if prepared.notes:
+        headers[NOTES_HEADER] = ", ".join(prepared.notes)
     return headers

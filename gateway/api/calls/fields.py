@@ -77,6 +77,8 @@ FIELDS: Mapping[str, str] = {
     "cache_salt": UNREAD,
     "priority": UNREAD,
     "prompt_cache_key": UNREAD,
+    "prompt_cache_options": UNREAD,
+    "prompt_cache_retention": UNREAD,
     "safety_identifier": UNREAD,
     "cache_control": UNREAD,
     "diagnostics": UNREAD,

@@ -17,7 +17,8 @@ from gateway.core.retries import KEY_MAX, Call
 from gateway.core.sessions import names_a_session
 from gateway.core.types import SessionId
 from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity, Turns
-from protos.errors import NotFound
+from protos.access.roles import FINISH_KEY_PREFIX
+from protos.errors import Forbidden, NotFound
 
 SESSION_HEADERS = (
     "X-Session-ID",
@@ -62,6 +63,11 @@ def _of_user(user: str) -> SessionId:
 def _session_of(key: str, turns: Turns) -> SessionId | None:
     """None for a key that is not the gateway's. Raises NotFound for a session's key that is no longer valid: the call
     would not be recorded in the session that its client means."""
+    if key.startswith(FINISH_KEY_PREFIX):
+        raise Forbidden(
+            "this is a finish key: it finishes, rewards and abandons its session",
+            hint="the session's calls are made with its `api_key`",
+        )
     found = turns.session_of_key(key)
     if found is None and key.startswith(SESSION_KEY_PREFIX):
         raise NotFound(

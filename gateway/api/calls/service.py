@@ -71,6 +71,8 @@ class ParsedRequest:
     one_call: bool = False  # no more than one tool call
     continued: bool = False  # the answer continues the last message
     kept: bool = False  # without a session it makes one that others may continue
+    without_effect: Sequence[str] = ()  # fields that were accepted and change nothing, although they ask for something
+    max_tokens: int | None = None  # that the request asks for
 
 
 NOBODY = SessionView(SessionId(""), TurnTree(), ephemeral=True)
@@ -173,6 +175,7 @@ class Calls:
             has_messages=bool(parsed.messages),
             continued=parsed.continued,
             kept=parsed.kept,
+            notes=[*parsed.without_effect, *_bounded(parsed, first.sampling)],
         )
 
     async def _begin(
@@ -233,6 +236,13 @@ class Calls:
             in_call=(lambda: parser.in_call) if parsed.parses_tools else None,
         )
         return Choice(turn, Reader(decoder, parser, sampling.stop_token_ids, turn.request.turn_id, sampling.min_tokens))
+
+
+def _bounded(parsed: ParsedRequest, sampling: SamplingParams) -> list[str]:
+    """The bound of the answer, where the context has less room than was requested."""
+    if parsed.max_tokens is None or parsed.max_tokens <= sampling.max_tokens:
+        return []
+    return [f"max_tokens={sampling.max_tokens}"]
 
 
 def _origin(call: Call, prompt: Prompt, trace: TraceContext | None, *, named: bool) -> TurnOrigin:

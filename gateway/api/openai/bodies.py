@@ -61,7 +61,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -87,12 +87,12 @@ class _Common(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: dict[str, Any] | None = None
-    skip_special_tokens: bool = True
-    return_token_ids: bool = False
-    return_weight_versions: bool = False
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
     session_id: str | None = None
     metadata: Metadata | None = None
     request_id: str | None = None  # vLLM's name for a request; answers here have their own
@@ -113,6 +113,7 @@ class _Common(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
+    logits_processors: list[Any] | None = None
 
 
 class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
@@ -124,10 +125,12 @@ class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    separate_reasoning: bool = True  # reasoning stands in `reasoning_content`; else in the content, with its tags
+    separate_reasoning: bool | None = (
+        None  # not false: reasoning stands in `reasoning_content`; else in the content, with its tags
+    )
     history: History | None = None  # for this turn, instead of the session's
     add_generation_prompt: bool | None = None  # None: unless the last message is to be continued
-    continue_final_message: bool = False  # the answer continues the last message, an assistant's
+    continue_final_message: bool | None = None  # the answer continues the last message, an assistant's
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
@@ -139,9 +142,10 @@ class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     functions: Any = None
     function_call: Any = None
     moderation: Any = None
-    prompt_cache_options: Any = None
+    add_special_tokens: bool | None = None
+    prompt_cache_options: Any = None  # as the next two: hints for a cache that sessions already have
     prompt_cache_retention: str | None = None
-    prompt_cache_key: str | None = None  # a routing hint, which sessions already are
+    prompt_cache_key: str | None = None
     safety_identifier: str | None = None  # names an end user to OpenAI; nothing here reads it
     echo: bool | None = None
     include_reasoning: bool | None = None
@@ -157,7 +161,8 @@ class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # not false: the tokenizer's are added to a text
+    prompt_embeds: Any = None
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -175,6 +180,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "cache_salt": (None,),
     "kv_transfer_params": (None, {}),
     "vllm_xargs": (None, {}),
+    "logits_processors": (None, []),
 }
 NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
@@ -184,11 +190,10 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
     "reasoning_effort": (None,),
-    "verbosity": (None,),
+    "verbosity": (None, "medium"),
     "web_search_options": (None,),
     "moderation": (None,),
-    "prompt_cache_options": (None,),
-    "prompt_cache_retention": (None,),
+    "add_special_tokens": (None, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "echo": (None, False),
@@ -203,6 +208,7 @@ NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "best_of": (None, 1),
     "suffix": (None, ""),
+    "prompt_embeds": (None,),
 }
 
 WHAT_TO_DO: dict[str, str] = {

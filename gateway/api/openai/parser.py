@@ -64,7 +64,7 @@ class Parser:
                     kwargs,
                     body.history,
                     generation_prompt=body.add_generation_prompt is not False,
-                    continued=body.continue_final_message,
+                    continued=bool(body.continue_final_message),
                     after=after,
                 )
             ],
@@ -76,10 +76,12 @@ class Parser:
             ),
             make_sampling=lambda prompt, view: self._sampling(body, shape, model, prompt, view),
             parses_tools=tools is not None and body.tool_choice != "none",
-            parses_reasoning=body.separate_reasoning and self._codec.reasoning_format != "none",
-            show_special=not body.skip_special_tokens,
+            parses_reasoning=body.separate_reasoning is not False and self._codec.reasoning_format != "none",
+            show_special=body.skip_special_tokens is False,
             one_call=body.parallel_tool_calls is False,
-            continued=body.continue_final_message,
+            continued=bool(body.continue_final_message),
+            without_effect=requests.without_effect(body),
+            max_tokens=body.max_completion_tokens or body.max_tokens,
         )
 
     def completion(
@@ -87,7 +89,7 @@ class Parser:
     ) -> ParsedRequest:
         model = requests.find_model(body.model, self._turns.models())
         prompts = requests.completion_prompts(body, self._codec.vocab_size)
-        special, shape = body.add_special_tokens, requests.completion_shape(body, len(prompts))
+        special, shape = body.add_special_tokens is not False, requests.completion_shape(body, len(prompts))
         return ParsedRequest(
             api,
             form or OpenAIForm(self._codec),
@@ -101,8 +103,9 @@ class Parser:
             ],
             is_long=lambda view: size > LONG_BODY_BYTES,
             make_sampling=lambda prompt, view: self._sampling(body, shape, model, prompt, view),
-            show_special=not body.skip_special_tokens,
+            show_special=body.skip_special_tokens is False,
             num_prompts=len(prompts),
+            max_tokens=body.max_tokens,
         )
 
     def _sampling(

@@ -22,6 +22,7 @@ from gateway.api.openai.bodies import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
+    StreamOptions,
     _Common,
 )
 from gateway.api.openai.constraints import constraint
@@ -178,6 +179,14 @@ def chat_tools(body: ChatRequest, form: ToolFormat) -> list[dict[str, Any]] | No
     return [msgspec.to_builtins(tool) for tool in body.tools]
 
 
+def without_effect(body: ChatRequest) -> list[str]:
+    """What the request asks for and does not get: a call's arguments are what the model wrote, unless its call is
+    forced, which is a grammar."""
+    if not any(tool.function.strict for tool in body.tools or ()) or body.tool_choice not in (None, "auto", "none"):
+        return []
+    return ["tools.function.strict"]
+
+
 def completion_prompts(body: CompletionRequest, vocab_size: int) -> list[str | list[int]]:
     """The prompts, each as text or as token ids of the vocabulary: one, or a batch, whose answers are choices."""
     prompt = body.prompt
@@ -200,7 +209,7 @@ def _completion_prompt(prompt: str | list[Any], vocab_size: int) -> str | list[i
 
 
 def chat_shape(body: ChatRequest) -> AnswerShape:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise BadField("top_logprobs", "`top_logprobs` needs `logprobs`: true")
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     return _shape(body, in_range("top_logprobs", wanted, 0, LOGPROBS_MAX))
@@ -213,6 +222,7 @@ def completion_shape(body: CompletionRequest, num_prompts: int) -> AnswerShape:
 def _shape(body: _Common, logprobs: int | None, num_prompts: int = 1) -> AnswerShape:
     if body.stream_options is not None and not body.stream:
         raise BadField("stream_options", "`stream_options` needs `stream`: true")
+    check_obfuscation(body.stream_options)
     each = in_range("n", body.n, 1, CHOICES_MAX) or 1
     if each * num_prompts > CHOICES_MAX:
         raise BadField(
@@ -222,12 +232,21 @@ def _shape(body: _Common, logprobs: int | None, num_prompts: int = 1) -> AnswerS
         )
     return AnswerShape(
         stream=bool(body.stream),
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         logprobs=logprobs,
-        token_ids=body.return_token_ids,
-        weight_versions=body.return_weight_versions,
+        token_ids=bool(body.return_token_ids),
+        weight_versions=bool(body.return_weight_versions),
         choices=each * num_prompts,
     )
+
+
+def check_obfuscation(options: StreamOptions | None) -> None:
+    if options is not None and options.include_obfuscation:
+        raise RefusedField(
+            "stream_options.include_obfuscation",
+            "`stream_options.include_obfuscation`=True is not supported: no event is padded",
+            hint="leave it out",
+        )
 
 
 def within(model: ModelInfo, view: SessionView) -> ModelInfo:
@@ -306,7 +325,7 @@ def sampling(
         seed=in_range("seed", body.seed, -(1 << 63), (1 << 63) - 1),
         stop=_stops(body.stop),
         stop_token_ids=_stop_ids(body.stop_token_ids, vocab_size),
-        ignore_eos=body.ignore_eos,
+        ignore_eos=bool(body.ignore_eos),
         top_logprobs=top,
         logit_bias=_biases(body.logit_bias, vocab_size),
         json_schema=held.json_schema,

@@ -18,14 +18,17 @@ from gateway.core.types import History
 RESPONSE_ID_MAX = 128
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-"""The latter changes nothing: reasoning stands in its item as it is, and may be sent back so."""
+ENCRYPTED = "reasoning.encrypted_content"
+"""Has no effect, and its answer says so: reasoning stands in its item as it is, and may be sent back so."""
+INCLUDABLE = (LOGPROBS, ENCRYPTED)
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None
+    context: str | None = None
+    mode: str | None = None
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,17 +64,19 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True)
     top_logprobs: int | None = None
     metadata: Metadata | None = None
     user: str | None = None
-    prompt_cache_key: str | None = None  # a routing hint, which sessions already are
+    prompt_cache_key: str | None = None  # as the next two: hints for a cache that sessions already have
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None  # names an end user to OpenAI; nothing here reads it
 
+    access_programs: list[Any] | None = None
     background: bool | None = None
     context_management: list[Any] | None = None
     conversation: Any = None
+    image: Any = None
     max_tool_calls: int | None = None
     moderation: Any = None
     prompt: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: str | None = None
     service_tier: str | None = None
     truncation: str | None = None
 
@@ -79,14 +84,14 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True)
     stop: str | list[str] | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     stream_interval: int | None = None
     session_id: str | None = None
     history: History | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_ids: bool = False
-    return_weight_versions: bool = False
+    return_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
 
 
 SHARED = (
@@ -98,14 +103,14 @@ SHARED = (
 """Fields that a chat's body has under the same name and with the same meaning."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "access_programs": (None, []),
     "background": (None, False),
     "context_management": (None, []),
     "conversation": (None,),
+    "image": (None,),
     "max_tool_calls": (None,),
     "moderation": (None,),
     "prompt": (None,),
-    "prompt_cache_options": (None,),
-    "prompt_cache_retention": (None,),
     "service_tier": (None, "auto", "default"),
     "truncation": (None, "disabled"),
 }
@@ -113,6 +118,14 @@ NEUTRAL_REASONING: dict[str, tuple[Any, ...]] = {
     "effort": (None,),
     "summary": (None, "auto"),
     "generate_summary": (None, "auto"),
+    "context": (None,),
+    "mode": (None,),
+}
+NEUTRAL_TOOL: dict[str, tuple[Any, ...]] = {
+    "allowed_callers": (None, ["direct"]),
+    "async": (None, False),
+    "defer_loading": (None, False),
+    "output_schema": (None,),
 }
 
 WHAT_TO_DO: dict[str, str] = {

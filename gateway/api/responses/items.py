@@ -14,6 +14,7 @@ from typing import Any
 
 from gateway.api.errors import BadField, RefusedField
 from gateway.ports import Message
+from gateway.tokens.bridge import content_text
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = ("input_text", "output_text", "text")
@@ -51,6 +52,25 @@ def input_messages(found: str | list[dict[str, Any]]) -> list[Message]:
             )
         take(conversation, item, path)
     return conversation.messages
+
+
+def as_items(message: Message) -> list[dict[str, Any]]:
+    """The items that became a recorded message."""
+    text, role = content_text(message.get("content")), message["role"]
+    if role == "tool":
+        return [{"type": "function_call_output", "call_id": message.get("tool_call_id"), "output": text}]
+    found: list[dict[str, Any]] = []
+    if reasoning := message.get("reasoning_content"):
+        found.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": reasoning}]})
+    if text or not message.get("tool_calls"):
+        part = {"type": "output_text", "text": text, "annotations": []} if role == "assistant" else None
+        content = [part or {"type": "input_text", "text": text}]
+        found.append({"type": "message", "role": role, "status": "completed", "content": content})
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        named = {"call_id": call.get("id"), "name": function["name"], "arguments": function["arguments"]}
+        found.append({"type": "function_call", "status": "completed", **named})
+    return found
 
 
 class _Conversation:

@@ -18,12 +18,15 @@ from gateway.api.calls.service import ParsedRequest
 from gateway.api.errors import BadField, ContextExceeded, RefusedField
 from gateway.api.openai.bodies import ChatRequest, FunctionSpec, Tool
 from gateway.api.openai.parser import Parser
+from gateway.api.openai.requests import check_obfuscation
 from gateway.api.responses import items
 from gateway.api.responses.bodies import (
+    ENCRYPTED,
     INCLUDABLE,
     LOGPROBS,
     NEUTRAL,
     NEUTRAL_REASONING,
+    NEUTRAL_TOOL,
     SHARED,
     WHAT_TO_DO,
     ResponsesRequest,
@@ -96,7 +99,16 @@ class ResponsesParser:
             with _own_names():
                 return parsed.make_sampling(prompt, view)
 
-        return dataclasses.replace(parsed, named=named, make_sampling=make_sampling, kept=body.store is not False)
+        return dataclasses.replace(
+            parsed,
+            named=named,
+            make_sampling=make_sampling,
+            kept=body.store is not False,
+            without_effect=[
+                *(name.replace("function.", "") for name in parsed.without_effect),
+                *([f"include={ENCRYPTED}"] if ENCRYPTED in (body.include or ()) else ()),
+            ],
+        )
 
 
 def _check_supported(body: ResponsesRequest) -> None:
@@ -104,7 +116,7 @@ def _check_supported(body: ResponsesRequest) -> None:
     if body.reasoning is not None:
         _neutral(body.reasoning, NEUTRAL_REASONING, "reasoning.")
     if body.text is not None:
-        _neutral(body.text, {"verbosity": (None,)}, "text.")
+        _neutral(body.text, {"verbosity": (None, "medium")}, "text.")
     for index, name in enumerate(body.include or ()):
         if name not in INCLUDABLE:
             raise RefusedField(
@@ -112,6 +124,7 @@ def _check_supported(body: ResponsesRequest) -> None:
             )
     if body.top_logprobs and LOGPROBS not in (body.include or ()):
         raise BadField("top_logprobs", "`top_logprobs` needs its `include`", hint=f'send "include": ["{LOGPROBS}"]')
+    check_obfuscation(body.stream_options)
     if body.stream_options is not None and body.stream_options.include_usage:
         raise RefusedField("stream_options.include_usage", "a response has its usage in any case", hint="leave it out")
 
@@ -148,10 +161,12 @@ def _tool(tool: dict[str, Any], path: str) -> Tool:
         raise RefusedField(
             f"{path}.type", f"tools of type {tool.get('type')!r} are not supported", hint="only 'function' is"
         )
-    given = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    neutral = {name for name, allowed in NEUTRAL_TOOL.items() if tool.get(name) in allowed}
+    given = {name: value for name, value in tool.items() if name not in {"type", *neutral} and value is not None}
     for name in given:
         if name not in FunctionSpec.__struct_fields__:
-            raise RefusedField(f"{path}.{name}", f"unknown field `{path}.{name}`", hint="leave it out")
+            why = "is not supported" if name in NEUTRAL_TOOL else "is unknown"
+            raise RefusedField(f"{path}.{name}", f"field `{path}.{name}` {why}", hint="leave it out")
     try:
         return Tool("function", msgspec.convert(given, FunctionSpec))
     except msgspec.ValidationError as e:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.api.errors import BadField
 from gateway.api.responses.form import ID_PREFIX, items
-from gateway.api.responses.items import INSTRUCTIONS
+from gateway.api.responses.items import INSTRUCTIONS, as_items, carried
 from gateway.api.responses.schema import (
     IncompleteDetails,
     InputTokensDetails,
@@ -17,6 +18,9 @@ from gateway.core.types import TurnId
 from gateway.ports import Message, SessionView, Turns
 from gateway.tokens.bridge import content_text
 from protos.errors import NotFound
+
+LIMIT_MAX = 100
+"""Items of one answer, as at OpenAI."""
 
 
 def recorded(turns: Turns, response_id: str) -> tuple[SessionView, TurnId]:
@@ -70,6 +74,22 @@ def response_of(view: SessionView, turn_id: TurnId, model: str) -> ResponseObjec
         instructions=next((content_text(m["content"]) for m in conversation if m.get(INSTRUCTIONS)), None),
         tools=[_tool(tool) for tool in head.get("tools") or ()],
     )
+
+
+def items_of(view: SessionView, turn_id: TurnId, order: str, limit: str) -> tuple[list[dict[str, Any]], int]:
+    """The items that a response was answered to, up to `limit`, and how many are left out. BadField for another order
+    or limit than OpenAI's."""
+    if order not in ("asc", "desc"):
+        raise BadField("order", f"`order` is {order!r:.40}", hint="asc or desc")
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= LIMIT_MAX):
+        raise BadField("limit", f"`limit` is {limit!r:.40}", hint=f"1 to {LIMIT_MAX}")
+    found = [
+        {"id": f"item_{turn_id}_{number}", **item}
+        for number, item in enumerate(
+            item for message in carried(conversation_of(view, turn_id)[:-1]) for item in as_items(message)
+        )
+    ]
+    return (found if order == "asc" else found[::-1])[: int(limit)], max(0, len(found) - int(limit))
 
 
 def _tool(tool: Message) -> dict[str, Any]:

@@ -60,6 +60,16 @@ class FunctionCallItem(msgspec.Struct, kw_only=True):
 OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
+class InputItems(msgspec.Struct, kw_only=True):
+    """What a response was answered to: messages, calls and their outputs, of its whole conversation."""
+
+    object: Literal["list"] = "list"
+    data: Sequence[Any]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 class InputTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
     cache_write_tokens: int = 0

@@ -65,6 +65,7 @@ UNNAMED = {
     "docs/learning-curve.md": "a benchmark of 40 minutes; `tests/e2e/test_learning_bench.py` runs a small one",
     "docs/openenv.md": "`tests/openenv` runs both ways, in an environment of its own",
     "docs/prime-rl.md": "`tests/e2e/test_prime_rl.py` starts the server",
+    "docs/environments.md": "`tests/unit/agents_env/test_commands.py` runs it",
     "docs/verifiers.md": "`tests/verifiers` runs it, in an environment of its own",
 }
 """Pages with commands in blocks without a language, and the reason why `tests/e2e/test_docs.py` does not run them."""
