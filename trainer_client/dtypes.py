@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from paramserver.client import DTYPES
 from protos.errors import InvalidRequest
 
 NUMPY_DTYPES: dict[str, str] = {
@@ -28,9 +29,30 @@ NUMPY_DTYPES: dict[str, str] = {
 """numpy dtype name to safetensors dtype."""
 
 
-def unsupported_dtype(name: str, dtype: str, supported: Iterable[str]) -> InvalidRequest:
-    """The error for a tensor with another dtype; it names the tensor, its dtype and all supported ones."""
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+
+
+def unsupported_dtype(what: str, dtype: str, supported: Iterable[str]) -> InvalidRequest:
+    """The error for a dtype of `what`, such as "tensor 'w'"; it names the dtype and all supported ones."""
     return InvalidRequest(
-        f"tensor {name!r} has dtype {dtype}, which safetensors cannot hold",
+        f"{what} has dtype {dtype}, which safetensors cannot hold",
         hint=f"convert it first; supported: {', '.join(sorted(supported))}",
     )
+
+
+def dtype_name(what: str, dtype: object) -> str:
+    """safetensors' name of a dtype. torch's and numpy's names are the same but for a prefix, so torch is not needed."""
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return dtype
+    plain = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    if plain not in NUMPY_DTYPES:
+        raise unsupported_dtype(what, str(dtype), DTYPES)
+    return NUMPY_DTYPES[plain]
+
+
+def float_name(dtype: object) -> str:
+    """safetensors' name of the dtype that floating-point tensors are to become."""
+    found = dtype_name("dtype=", dtype)
+    if found not in FLOATS:
+        raise InvalidRequest(f"dtype={dtype} is no floating-point dtype", hint=f"one of {', '.join(FLOATS)}")
+    return found

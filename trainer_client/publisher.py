@@ -121,6 +121,7 @@ class AsyncPublisher(AsyncClient):
         tensors: NamedTensors,
         *,
         step: int,
+        dtype: Any = None,
         **options: Unpack[PublishOptions],
     ) -> AsyncTicket:
         """Publishes one version; the master numbers it (`ticket.version`), `step` is a label.
@@ -129,6 +130,9 @@ class AsyncPublisher(AsyncClient):
         dtype differ from the version before is refused unless `allow_change` is set; other float dtypes give a warning.
         A version whose tensors begin with NaN is refused unless `check_nan` is off. A NaN further in is found by the
         engines, which refuse to load it. `options` are those that the relay needs.
+
+        `dtype`: what floating-point tensors become, each while it is written; default: they stay. Tied weights stay
+        tied, as they do not where a state dict of converted tensors is passed.
 
         Labels (`trainer_client.VersionLabels`, such as `note="..."`) are kept with the version. `status().sealed`
         returns them, and so do `paramserver.client` and the command line. Where ranks that write files of their own
@@ -147,7 +151,7 @@ class AsyncPublisher(AsyncClient):
         does not answer.
         """
         arguments = PublishArguments.of(options, self.wait)
-        sources = sources_of(renamed(tensors, arguments.names), check_nan=arguments.check_nan)
+        sources = sources_of(renamed(tensors, arguments.names), check_nan=arguments.check_nan, dtype=dtype)
         others = await asyncio.to_thread(
             beside, {*(source.name for source in sources.tensors), *sources.tied}, arguments.base, arguments.files
         )
@@ -319,13 +323,21 @@ class Publisher(SyncClient[AsyncPublisher]):
         self._pending: PendingTicket | None = None
         self.model, self.run = self._client.model, self._client.run
 
-    def publish(self, tensors: NamedTensors, *, step: int, **options: Unpack[PublishOptions]) -> Ticket:
+    def publish(
+        self, tensors: NamedTensors, *, step: int, dtype: Any = None, **options: Unpack[PublishOptions]
+    ) -> Ticket:
         """See `AsyncPublisher.publish`."""
         self._settle()
-        return Ticket(self._loop.run(self._client.publish(tensors, step=step, **options)), self._loop)
+        return Ticket(self._loop.run(self._client.publish(tensors, step=step, dtype=dtype, **options)), self._loop)
 
     def publish_async(
-        self, tensors: NamedTensors, *, step: int, stable: Stable = False, **options: Unpack[PublishOptions]
+        self,
+        tensors: NamedTensors,
+        *,
+        step: int,
+        stable: Stable = False,
+        dtype: Any = None,
+        **options: Unpack[PublishOptions],
     ) -> PendingTicket:
         """Publishes in the background; returns once all tensors may change that are not `stable`.
 
@@ -338,7 +350,8 @@ class Publisher(SyncClient[AsyncPublisher]):
         """
         self._settle()
         held = held_still(tensors, stable)
-        self._pending = PendingTicket(self._loop.start(self._client.publish(held, step=step, **options)), self._loop)
+        work = self._client.publish(held, step=step, dtype=dtype, **options)
+        self._pending = PendingTicket(self._loop.start(work), self._loop)
         return self._pending
 
     def _settle(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from paramserver.client import DTYPES, TensorSource
 from protos.errors import InvalidRequest
-from trainer_client.dtypes import NUMPY_DTYPES, unsupported_dtype
+from trainer_client.dtypes import FLOATS, NUMPY_DTYPES, float_name, unsupported_dtype
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """A state dict, or pairs (name, tensor), of torch tensors or numpy arrays."""
@@ -35,16 +35,18 @@ class Sources:
         return sum(source_bytes(source) for source in self.tensors)
 
 
-def sources_of(tensors: NamedTensors, *, check_nan: bool = False) -> Sources:
+def sources_of(tensors: NamedTensors, *, check_nan: bool = False, dtype: object = None) -> Sources:
     """Reads names, dtypes and shapes. Raises InvalidRequest for what is not a tensor or has no safetensors dtype.
 
-    With `check_nan`, reading a tensor that begins with NaN raises InvalidRequest as well.
+    `dtype`: what floating-point tensors become, each when it is read; tied ones stay tied. With `check_nan`, reading a
+    tensor that begins with NaN raises InvalidRequest as well.
     """
     kept: list[TensorSource] = []
     owner_of: dict[object, str] = {}
     tied: dict[str, str] = {}
+    floats = None if dtype is None else float_name(dtype)
     for name, tensor in _pairs(tensors):
-        source, identity = _source(name, tensor)
+        source, identity = _source(name, tensor, floats)
         owner = owner_of.setdefault(identity, name)
         if owner == name:
             kept.append(_nan_checked(source) if check_nan and source.dtype in _NAN else source)
@@ -153,35 +155,45 @@ def _pairs(tensors: NamedTensors) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _source(name: str, tensor: Any) -> tuple[TensorSource, object]:
-    """The source, and an identity that two names share only if they read the same values from the same memory."""
+def _source(name: str, tensor: Any, floats: str | None = None) -> tuple[TensorSource, object]:
+    """The source, and an identity that two names share only if they read the same values from the same memory.
+
+    `floats`: the dtype that a floating-point tensor becomes.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         from trainer_client import torch_sources
 
-        return torch_sources.source(name, tensor)
+        return torch_sources.source(name, tensor, floats)
     if isinstance(tensor, np.ndarray):
-        return _numpy_source(name, tensor)
+        return _numpy_source(name, tensor, floats)
     raise InvalidRequest(
         f"{name!r} is a {type(tensor).__module__}.{type(tensor).__name__}, not a tensor",
         hint="publish torch tensors or numpy arrays; leave other entries of a state dict out",
     )
 
 
-def _numpy_source(name: str, array: np.ndarray[Any, Any]) -> tuple[TensorSource, object]:
+def _numpy_source(name: str, array: np.ndarray[Any, Any], floats: str | None) -> tuple[TensorSource, object]:
     dtype = NUMPY_DTYPES.get(array.dtype.name)
     if dtype is None:
-        raise unsupported_dtype(name, f"numpy {array.dtype.name}", NUMPY_DTYPES)
+        raise unsupported_dtype(f"tensor {name!r}", f"numpy {array.dtype.name}", NUMPY_DTYPES)
+    native = array.dtype.newbyteorder("<")
+    if floats not in (None, dtype) and dtype in FLOATS:
+        if floats not in _NUMPY_FLOATS:
+            raise InvalidRequest(f"numpy cannot make {floats} of {name!r}", hint="pass torch tensors")
+        dtype, native = floats, _NUMPY_FLOATS[floats]
     address = array.__array_interface__["data"][0]
-    identity = (address, array.shape, array.strides, dtype, array.dtype.byteorder) if array.size else name
-    resident = array.flags.c_contiguous and array.dtype == array.dtype.newbyteorder("<")
-    return TensorSource(name, dtype, array.shape, _numpy_reader(array), resident), identity
+    identity = (address, array.shape, array.strides, array.dtype.name, array.dtype.byteorder) if array.size else name
+    resident = array.flags.c_contiguous and array.dtype == native
+    return TensorSource(name, dtype, array.shape, _numpy_reader(array, native), resident), identity
 
 
-def _numpy_reader(array: np.ndarray[Any, Any]) -> Callable[[], memoryview]:
+_NUMPY_FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+
+
+def _numpy_reader(array: np.ndarray[Any, Any], native: np.dtype[Any]) -> Callable[[], memoryview]:
     def read() -> memoryview:
-        native = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        flat: Any = np.ascontiguousarray(native).reshape(-1).view(np.uint8)
+        flat: Any = np.ascontiguousarray(array.astype(native, copy=False)).reshape(-1).view(np.uint8)
         return memoryview(flat)
 
     return read

@@ -39,13 +39,16 @@ TORCH_DTYPES: dict[torch.dtype, str] = {
 }
 
 
-def source(name: str, tensor: torch.Tensor) -> tuple[TensorSource, object]:
-    """One tensor to publish, and its identity (see `trainer_client.sources`)."""
+def source(name: str, tensor: torch.Tensor, floats: str | None = None) -> tuple[TensorSource, object]:
+    """One tensor to publish, and its identity (see `trainer_client.sources`). `floats`: what floats become."""
     _check_has_bytes(name, tensor)
     dtype = TORCH_DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise unsupported_dtype(name, str(tensor.dtype), map(str, TORCH_DTYPES))
+        raise unsupported_dtype(f"tensor {name!r}", str(tensor.dtype), map(str, TORCH_DTYPES))
     data = tensor.detach()
+    if floats not in (None, dtype) and data.is_floating_point():
+        made = next(one for one, its in TORCH_DTYPES.items() if its == floats)
+        return TensorSource(name, floats, tuple(data.shape), _reader(data, made)), identity(name, data)
     plain = data.device.type == "cpu" and data.is_contiguous() and not (data.is_neg() or data.is_conj())
     return TensorSource(name, dtype, tuple(data.shape), _reader(data), resident=plain), identity(name, data)
 
@@ -95,9 +98,10 @@ def identity(name: str, tensor: torch.Tensor) -> object:
     )
 
 
-def _reader(data: torch.Tensor) -> Callable[[], memoryview]:
+def _reader(data: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[[], memoryview]:
     def read() -> memoryview:
-        return _bytes_of(data if data.device.type == "cpu" else _to_host(data))
+        made = data if dtype is None else data.to(dtype)
+        return _bytes_of(made if made.device.type == "cpu" else _to_host(made))
 
     return read
 

@@ -30,10 +30,14 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """In words, by name. `changes` make it another architecture, `conversions` are float dtypes alone."""
+    """In words, by name. `changes` make it another architecture, `conversions` are float dtypes alone.
+
+    `of_ties`: the changes are of ties alone: a name that was tied has bytes of its own, or the other way round.
+    """
 
     changes: tuple[str, ...] = ()
     conversions: tuple[str, ...] = ()
+    of_ties: bool = False
 
 
 def read_heads(heads: Iterable[bytes]) -> Architecture:
@@ -54,16 +58,18 @@ def read_heads(heads: Iterable[bytes]) -> Architecture:
 
 def compare(before: Architecture, after: Architecture) -> Differences:
     """The differences of `after`, in the order of names."""
-    changes, conversions = [], []
+    changes, conversions, num_ties = [], [], 0
     for name in sorted(before.tensors.keys() | after.tensors.keys()):
         old, new = before.tensors.get(name), after.tensors.get(name)
         if old == new:
             continue
         if old is None:
             was = before.tied.get(name)
+            num_ties += was is not None
             changes.append(f"{_named(name)} is new" if was is None else f"{_named(name)} was tied to {_named(was)}")
         elif new is None:
             to = after.tied.get(name)
+            num_ties += to is not None
             changes.append(
                 f"{_named(name)} is missing" if to is None else f"{_named(name)} is tied to {_named(to)} now"
             )
@@ -73,7 +79,7 @@ def compare(before: Architecture, after: Architecture) -> Differences:
             conversions.append(f"{_named(name)} is {new[0]}, before {old[0]}")
         else:
             changes.append(f"{_named(name)} is {new[0]}, before {old[0]}")
-    return Differences(tuple(changes), tuple(conversions))
+    return Differences(tuple(changes), tuple(conversions), 0 < num_ties == len(changes))
 
 
 def some(differences: tuple[str, ...]) -> str:

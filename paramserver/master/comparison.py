@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from paramserver.config import show_apart, show_bytes
 from paramserver.core import architecture
 from paramserver.core.layout import Layout
 from paramserver.core.refused_loads import RefusedLoads
@@ -15,6 +16,11 @@ from protos.errors import Conflict, Corrupt, NotFound
 log = logging.getLogger(__name__)
 
 WEIGHTS = ".safetensors"
+OTHER = "publish another architecture under another model name, or allow it with allow_change=True"
+UNTIED = (
+    "tied weights that are converted one by one become tensors of their own: publish the state dict as it is, with "
+    "dtype= for another dtype; or allow_change=True, once, where the tie is meant to change"
+)
 
 
 class Comparison:
@@ -30,13 +36,24 @@ class Comparison:
         this relay does not hold, are not compared with.
         """
         shown = [record.version for record in self._models.of(model).shown()]
-        warnings = [self._lost_before(model, run)]
+        warnings = [self._lost_before(model, run), "" if shown else self._room_for_one(layout)]
         warnings += [self._refused_loads.warning(model, version) for version in shown[-1:]]
         loadable = [version for version in shown if not self._refused_loads.of(model, version)]
         before = self._store.get(model, loadable[-1]) if loadable else None
         if before is not None:
             warnings += await self._differences(model, before, layout, refuse=refuse)
         return tuple(warning for warning in warnings if warning)
+
+    def _room_for_one(self, layout: Layout) -> str:
+        """For the first version: that the next will find no room beside it."""
+        size_bytes, pool_bytes = sum(file.size_bytes for file in layout.files), self._store.pool.pool_bytes
+        if 2 * size_bytes <= pool_bytes:
+            return ""
+        two, pool = show_apart(2 * size_bytes, pool_bytes)
+        return (
+            f"two versions of this size take {two}, the pool has {pool}: the next finds no room while this is held; "
+            f"start the relays with --pool-bytes of at least {show_bytes(4 * size_bytes)}"
+        )
 
     def _lost_before(self, model: str, run: str) -> str:
         """The end of what the run announced last, if it ended: its publisher may have dropped that ticket at copied."""
@@ -53,10 +70,8 @@ class Comparison:
         if found.changes:
             words = f"it differs from {before}: {architecture.some(found.changes)}"
             if refuse:
-                raise Conflict(
-                    f"this is no next version of {model}: {words}",
-                    hint="publish another architecture under another model name, or allow it with allow_change=True",
-                )
+                hint = UNTIED if found.of_ties else OTHER
+                raise Conflict(f"this is no next version of {model}: {words}", hint=hint)
             warnings.append(words)
         if found.conversions:
             warnings.append(f"its dtypes differ from {before}, engines convert: {architecture.some(found.conversions)}")

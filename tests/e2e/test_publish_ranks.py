@@ -25,7 +25,7 @@ from trainer_client import Publisher
 pytestmark = pytest.mark.slow
 
 RANK = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from trainer_client import Publisher, TorchRanks, gathered, manifest_of
@@ -37,7 +37,41 @@ torch.manual_seed(3)
 net = torch.nn.Sequential(torch.nn.Linear(65, 33), torch.nn.Linear(33, 17), torch.nn.Linear(17, 5).bfloat16())
 fully_shard(net)
 
+def raise_here(name):
+    if rank == 1 and name.startswith("1."):
+        raise KeyError("no such expert")
+    return name
+
+def converted(wrapped):
+    for name, tensor in wrapped:
+        yield raise_here(name), tensor
+
+def whole():
+    return ((name, torch.zeros(one.shape, dtype=one.dtype)) for name, one in net.state_dict().items())
+
+FAULTS = {
+    "convert": lambda: {"tensors": lambda: converted(gathered(net.state_dict()))},
+    "iterator": lambda: {"tensors": converted(whole())},
+    "names": lambda: {"names": raise_here},
+}
+
+def play_fault(scene):
+    metas = manifest_of(net.state_dict())
+    options = {"tensors": lambda: gathered(net.state_dict()), "wait": "sealed", **FAULTS[scene["fault"]]()}
+    began = time.monotonic()
+    with Publisher(scene["relay"], run="job") as publisher:
+        try:
+            publisher.publish_stream(metas, options.pop("tensors"), step=1, ranks=TorchRanks(), **options)
+            found = {}
+        except Exception as error:
+            found = {"error": type(error).__name__, "message": str(error), "cause": type(error.__cause__).__name__}
+        took_s = time.monotonic() - began
+        dist.barrier()  # the ranks are in step, and may go on
+    return found | {"took_s": took_s}
+
 def play(scene):
+    if "fault" in scene:
+        return play_fault(scene)
     passes = []
 
     def tensors():
@@ -64,6 +98,10 @@ def play(scene):
 print(json.dumps({name: play(scene) for name, scene in scenes.items()}))
 dist.destroy_process_group()
 """
+
+
+FAULTS = ("convert", "iterator", "names")
+"""Where one rank raises an error that is none of ours."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +189,7 @@ def played(shared_etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "factory": tier_whose_master_dies(directory / "factory", stack, writers="first", factory=True),
             "iterator": tier_whose_master_dies(directory / "iterator", stack, writers="all", factory=False),
         }
+        scenes |= {name: Scene(relays.pools, alone, None, {"fault": name}) for name in FAULTS}
         yield run_ranks(directory, scenes)
 
 
@@ -186,3 +225,12 @@ def test_what_one_rank_finds_wrong_every_rank_raises(played: dict[str, Played]) 
     assert both[0]["error"] == both[1]["error"] == "InvalidRequest"
     assert both[0]["message"] == both[1]["message"]
     assert [one["passes"] for one in both] == [[6], [6]]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_one_rank_raises_every_rank_raises_and_may_go_on(played: dict[str, Played], fault: str) -> None:
+    """The other one is in a collective, or waits for it."""
+    first, second = played[fault].both
+    assert (first["error"], second["error"]) == ("LaminarError", "LaminarError"), played[fault].both
+    assert first["message"] == second["message"] == "rank 1 raised KeyError: 'no such expert'"
+    assert (first["cause"], second["cause"]) == ("NoneType", "KeyError")

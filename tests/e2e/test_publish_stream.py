@@ -99,6 +99,10 @@ def test_tensors_in_any_order_arrive_bit_for_bit_in_one_file_or_in_several(relay
         assert publisher.status().version == 2
         plain = publisher.publish(net(), step=3, wait="sealed")
         assert plain.warnings == (), "the same architecture, tied weights included, in one publish and the other"
+        with pytest.raises(Conflict, match=r"'head' was tied to 'z.embed' \(.*dtype=.*allow_change=True, once"):
+            publisher.publish({name: tensor.clone() for name, tensor in net().items()}, step=4)
+        cast = publisher.publish(net(), step=4, dtype=torch.float16, wait="sealed")
+        assert read(head, cast.version)["m.big"].dtype == torch.float16
 
 
 def test_names_are_mapped_in_manifest_and_iterator_alike(relays: Relays) -> None:

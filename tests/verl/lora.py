@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from protos.errors import InvalidRequest
@@ -55,6 +56,23 @@ def differing(model: Any, dtype: torch.dtype | None) -> list[str]:
     ]
 
 
+def added() -> list[str]:
+    """What differs when transformers' own `add_adapter` has put the adapters into the model."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen2Config(vocab_size=16, num_hidden_layers=1, tie_word_embeddings=True, **sizes)
+    torch.manual_seed(1)
+    plain = Qwen2ForCausalLM(config)
+    lora = LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj"])
+    wrapped = noisy(get_peft_model(copy.deepcopy(plain), lora))
+    plain.add_adapter(lora)
+    names = {f"base_model.model.{name}": one for name, one in plain.named_parameters()}
+    with torch.no_grad():
+        for name, one in wrapped.named_parameters():
+            names[name].copy_(one)
+    merged, expected = dict(merged_lora(plain).tensors()), dict(merged_lora(wrapped).tensors())
+    return [name for name in expected | merged if not torch.equal(expected[name], merged[name])]
+
+
 def main() -> None:
     report: dict[str, Any] = {}
     for base in (torch.float32, torch.bfloat16):
@@ -72,11 +90,13 @@ def main() -> None:
     two.add_adapter("two", LoraConfig(r=2, target_modules=["q"]))
     two.base_model.set_adapter(["one", "two"])
     report["two adapters"] = differing(noisy(two), None)
-    for what, config in {"dora": LoraConfig(r=2, target_modules=["q"], use_dora=True)}.items():
+    kinds = {"dora": {"use_dora": True}, "tokens": {"trainable_token_indices": {"embed": [1, 3]}}}
+    for what, options in kinds.items():
         try:
-            merged_lora(get_peft_model(Net(), config))
+            merged_lora(get_peft_model(Net(), LoraConfig(r=2, target_modules=["q"], **options)))
         except InvalidRequest as error:
             report[what] = str(error)
+    report["add_adapter"] = added()
     linear = get_peft_model(Net(), LoraConfig(r=2, target_modules=["q"]))
     linear.merge_adapter()
     try:

@@ -3,7 +3,8 @@
 Invariants:
 - the model is only read: nothing is merged into it, and one merged tensor lies in memory at a time;
 - a merged tensor has the values that peft's `merge_and_unload` gives it, then the dtype wished for;
-- what this cannot merge (DoRA, convolutions, a bias of an adapter) is refused by name, before a tensor is made.
+- what this cannot merge (DoRA, convolutions, a bias of an adapter, rows of an embedding that are trained by
+  themselves) is refused by name, before a tensor is made.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos.errors import InvalidRequest
-from trainer_client.streaming.manifest import Manifest, TensorMeta, memory_of
+from trainer_client.streaming.manifest import Manifest, TensorMeta, memory_of, to_the_end
 
 PREFIX = "base_model.model."
+"""Of a `PeftModel`; a model whose own `add_adapter` was called, as transformers' have it, is without."""
+TOKENS = "token_adapter"
+"""What peft puts in the place of an embedding, and of a head that is tied to it, with `trainable_token_indices`."""
 MARK = "lora_"
 FACTORS = {"lora_A": "a", "lora_B": "b", "lora_embedding_A": "a", "lora_embedding_B": "b"}
 
@@ -48,7 +52,7 @@ def merged_lora(
     adapters: Sequence[str] | None = None,
     dtype: Any = None,
 ) -> MergedLora:
-    """A peft model, or the state dict of one, as the merged weights of its base.
+    """A peft model, a transformers model with adapters, or the state dict of either, as the merged weights of its base.
 
     `scale`: lora_alpha / r (with rsLoRA: / sqrt(r)), one for all adapters or by the adapter's name; a model has its
     own. `adapters`: those to merge; default: the model's active ones, or the only one of a state dict. `dtype`: what
@@ -59,7 +63,7 @@ def merged_lora(
     """
     layers = _layers(model)
     state = dict(model.state_dict() if hasattr(model, "state_dict") else model)
-    chosen = _chosen(state, getattr(model, "active_adapters", None) if adapters is None else adapters)
+    chosen = _chosen(state, _active(model) if adapters is None else adapters)
     bases, factors = _sorted_out(state, chosen)
     found = {
         name: [_adapter(name, one, pair, layers, scale) for one, pair in by_adapter.items()]
@@ -72,8 +76,11 @@ def merged_lora(
             _check_shapes(name, tuple(bases[name].shape), one)
 
     def tensors() -> Iterator[tuple[str, Any]]:
-        for name, tensor in _once(bases, found):
-            yield name, _merged(tensor, found.get(name, ()), dtype)
+        def merged(pair: tuple[str, Any]) -> tuple[str, Any]:
+            name, tensor = pair
+            return name, _merged(tensor, found.get(name, ()), dtype)
+
+        return to_the_end(_once(bases, found), merged)
 
     return MergedLora(_manifest(bases, found, dtype), tensors)
 
@@ -93,6 +100,11 @@ def _sorted_out(
     factors: dict[str, dict[str, dict[str, Any]]] = {}
     for name, tensor in state.items():
         parts = name.split(".")
+        if TOKENS in parts:
+            raise InvalidRequest(
+                f"{name!r}: rows of trainable_token_indices cannot be merged here",
+                hint="publish model.merge_and_unload()",
+            )
         at = next((i for i, part in enumerate(parts) if part.startswith(MARK)), None)
         if at is not None:
             adapter = parts[at + 1] if at + 1 < len(parts) else ""
@@ -130,6 +142,12 @@ def _chosen(state: Mapping[str, Any], wished: Sequence[str] | None) -> tuple[str
 
 
 # ---- adapters
+
+
+def _active(model: Any) -> Sequence[str] | None:
+    """The active adapters: peft has a property, transformers a method; None of anything else."""
+    found = getattr(model, "active_adapters", None)
+    return found() if callable(found) else found
 
 
 def _layers(model: Any) -> dict[str, Any]:

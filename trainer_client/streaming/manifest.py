@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from paramserver.client import DTYPES, TensorSpec
 from protos.errors import InvalidRequest
-from trainer_client.dtypes import NUMPY_DTYPES, unsupported_dtype
+from trainer_client.dtypes import dtype_name
 from trainer_client.streaming.names import Names, rename
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class TensorMeta:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", _dtype_name(self.name, self.dtype))
+        object.__setattr__(self, "dtype", dtype_name(f"tensor {self.name!r}", self.dtype))
         try:
             shape = tuple(operator.index(size) for size in self.shape)
         except TypeError as error:
@@ -112,15 +114,36 @@ def manifest_of(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Manif
 def gathered(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Each named tensor whole, one after the other: a DTensor (FSDP2, tensor parallelism) by `full_tensor()`.
 
-    That is a collective: every rank has to go through this in step. Pass `lambda: gathered(model.state_dict())` to
-    `publish_stream`, so that it can begin again.
+    That is a collective: every rank has to go through this in step. Left early, it goes through the rest, which the
+    other ranks are in. Pass `lambda: gathered(model.state_dict())` to `publish_stream`, so that it can begin again.
     """
+    return to_the_end(_once(tensors), _gathered)
+
+
+def _once(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     seen: set[object] = set()
     for name, tensor in _pairs(tensors):
         memory = memory_of(name, tensor)
         if memory not in seen:
             seen.add(memory)
-            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            yield name, tensor
+
+
+def _gathered(pair: tuple[str, Any]) -> tuple[str, Any]:
+    name, tensor = pair
+    return name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def to_the_end(items: Iterator[T], make: Callable[[T], T]) -> Iterator[T]:
+    """`make` of each item, a collective. Also of those that nobody takes, since the other ranks wait for this one: when
+    what iterates over this raises, it is left early. An error of `make` itself goes through."""
+    try:
+        for item in items:
+            yield make(item)
+    except GeneratorExit:
+        for item in items:
+            make(item)
+        raise
 
 
 def _pairs(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
@@ -135,13 +158,3 @@ def memory_of(name: str, tensor: Any) -> object:
     from trainer_client import torch_sources
 
     return torch_sources.identity(name, tensor)
-
-
-def _dtype_name(name: str, dtype: object) -> str:
-    """safetensors' name of a dtype. torch's and numpy's names are the same but for a prefix, so torch is not needed."""
-    if isinstance(dtype, str) and dtype in DTYPES:
-        return dtype
-    plain = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
-    if plain not in NUMPY_DTYPES:
-        raise unsupported_dtype(name, str(dtype), DTYPES)
-    return NUMPY_DTYPES[plain]

@@ -1,13 +1,17 @@
 """What became of each rank's part of a publish, and what all ranks make of it together.
 
-Invariants: every rank comes to the same result, whichever rank failed. A rank that fails ends the version, and what
-the others then raise is a consequence: it never hides the cause.
+Invariants:
+- every rank comes to the same result, whichever rank failed, and whatever it raised: an error that is none of ours is
+  named with its rank on the others, and is the cause of the one that its own rank raises;
+- a rank that fails ends the version, and what the others then raise is a consequence: it never hides the cause.
 """
 
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
+from typing import ParamSpec
 
 import msgspec
 
@@ -23,9 +27,11 @@ from protos.errors import (
     Unavailable,
     VersionLost,
 )
-from trainer_client.streaming.ranks import Ranks
+from trainer_client.streaming.ranks import LEAVE_S, Ranks
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 PASSES_MAX = 3
 """Times that tensors are taken for one version. Each waits for the next master by itself."""
@@ -58,6 +64,63 @@ class Outcome(msgspec.Struct):
         return BY_CODE.get(self.code, LaminarError)(self.message, hint=self.hint)
 
 
+class Agreement:
+    """One rank's part in what all ranks make of a publish."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._foreign: tuple[str, Exception] | None = None  # an error here that is none of ours, by the message sent
+
+    def tried(self, work: Callable[P, Outcome], *args: P.args, **kwargs: P.kwargs) -> Outcome:
+        """The outcome of `work`, which takes part in no collective, or that of its error."""
+        try:
+            return work(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  (raised by every rank, once they have agreed)
+            return self.failed(error)
+
+    def failed(self, error: Exception) -> Outcome:
+        """The outcome of a rank that raised `error`. A trainer of one process raises it as it is."""
+        if isinstance(error, LaminarError):
+            return Outcome.of(error)
+        if self._ranks.count == 1:
+            raise error
+        found = Outcome.of(LaminarError(f"rank {self._ranks.index} raised {type(error).__name__}: {error}"))
+        self._foreign = (found.message, error)
+        return found
+
+    def error(self, found: Outcome) -> LaminarError:
+        """The error that all ranks raise."""
+        error = found.error()
+        if self._foreign is not None and self._foreign[0] == found.message:
+            error.__cause__ = self._foreign[1]
+        return error
+
+    def agreed(self, outcome: Outcome) -> Outcome:
+        """See the function of that name."""
+        return agreed(self._ranks, outcome)
+
+    def can_leave(self, error: Exception) -> bool:
+        """Whether the others come to the next exchange although this rank's iterator raised `error`: they have taken
+        all that they take together, as those do who share `gathered`. Waits for LEAVE_S."""
+        others_come = getattr(self._ranks, "others_come", None)
+        if self._ranks.count == 1 or others_come is None:
+            return False
+        traceback.clear_frames(error.__traceback__)  # they hold the `gathered` below, which goes on when it is let go
+        return bool(others_come(LEAVE_S))
+
+    def in_passes(self, one_pass: Callable[[], Outcome], num_max: int) -> TicketData:
+        """The ticket of the first pass that succeeds, of at most `num_max`. Raises the error that all agreed on."""
+        for number in range(1, num_max + 1):
+            found = one_pass()
+            if not found.code:
+                assert found.ticket is not None, "the first rank writes, and has a ticket"
+                return found.ticket
+            if not found.again or number == num_max:
+                break
+            log.warning("the publish begins again: %s", found.message)
+        raise self.error(found)
+
+
 def agreed(ranks: Ranks, outcome: Outcome) -> Outcome:
     """The outcome of all ranks: an error if there is one, else one with a ticket.
 
@@ -78,16 +141,3 @@ def agreed(ranks: Ranks, outcome: Outcome) -> Outcome:
     if len({one.run for one in found}) > 1:
         return Outcome.of(InvalidRequest("the ranks are of different runs", hint="pass the same run= on every rank"))
     return next((one for one in found if one.ticket is not None), found[0])
-
-
-def in_passes(one_pass: Callable[[], Outcome], num_max: int) -> TicketData:
-    """The ticket of the first pass that succeeds, of at most `num_max`. Raises the error that all ranks agreed on."""
-    for number in range(1, num_max + 1):
-        found = one_pass()
-        if not found.code:
-            assert found.ticket is not None, "the first rank writes, and has a ticket"
-            return found.ticket
-        if not found.again or number == num_max:
-            break
-        log.warning("the publish begins again: %s", found.message)
-    raise found.error()

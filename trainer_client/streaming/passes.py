@@ -8,8 +8,9 @@ Invariants:
   again together, or all raise the same error;
 - only ranks that write speak to a relay.
 
-An error that the iterator itself raises goes through at once, and the version is given up: the ranks are out of step
-by then, and only the caller knows how to get them out of their collective.
+An error that the iterator itself raises ends its version. All ranks raise it where the others still come to their
+agreement within LEAVE_S, as they do behind `gathered`, which takes its rest when it is left early. Else the ranks are
+out of step: it goes through, and only the caller knows how to get the others out of their collective.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from trainer_client.streaming.arguments import PublishArguments
 from trainer_client.streaming.beside import NOTHING, Beside, beside
 from trainer_client.streaming.manifest import Manifest, TensorMeta
 from trainer_client.streaming.names import rename
-from trainer_client.streaming.outcomes import PASSES_MAX, Outcome, agreed, in_passes
+from trainer_client.streaming.outcomes import PASSES_MAX, Agreement, Outcome
 from trainer_client.streaming.ranks import Ranks
 from trainer_client.streaming.staging import StagingRing
 
@@ -91,6 +92,7 @@ class Stream:
         self._items = items.items if isinstance(items, Mapping) else items
         self._run = run
         self._ranks, self._writers = ranks, writers
+        self._agreement = Agreement(ranks)
         self._loop = loop
         self._open, self._settle, self._wait = open_version, settle, wait
         self._staging = staging
@@ -104,36 +106,28 @@ class Stream:
 
     def publish(self) -> TicketData:
         """The version's ticket, the same on every rank; raises the same error on every rank."""
-        prepared = self._agree(self._prepare())
+        prepared = self._agree(self._agreement.tried(self._prepare))
         if (prepared.code or prepared.ticket is not None) and not callable(self._items):
             self._write_all(None)
         if prepared.code:
-            raise prepared.error()
+            raise self._agreement.error(prepared)
         if prepared.ticket is not None:
             return prepared.ticket
-        return in_passes(self._pass, num_max=PASSES_MAX if callable(self._items) else 1)
+        return self._agreement.in_passes(self._pass, num_max=PASSES_MAX if callable(self._items) else 1)
 
     def _prepare(self) -> Outcome:
         """What this rank will write; its outcome names the run and the tensors, to be the same on every rank."""
-        try:
-            self._manifest, self._published = Manifest.of(self._announced).renamed(self._names)
-            self._part = part_of(self._manifest, self._ranks, self._writers)
-            if self._part is not None and self._ranks.index == 0:
-                names = {*(meta.name for meta in self._manifest.tensors), *self._manifest.tied}
-                self._part = replace(self._part, beside=beside(names, self._base, self._files))
-        except LaminarError as error:
-            return Outcome.of(error)
+        self._manifest, self._published = Manifest.of(self._announced).renamed(self._names)
+        self._part = part_of(self._manifest, self._ranks, self._writers)
+        if self._part is not None and self._ranks.index == 0:
+            names = {*(meta.name for meta in self._manifest.tensors), *self._manifest.tied}
+            self._part = replace(self._part, beside=beside(names, self._base, self._files))
         self._metas = {meta.name: meta for meta in self._manifest.tensors}
         self._mine = frozenset(meta.name for meta in self._part.metas) if self._part is not None else frozenset()
         run = self._run if self._writers == "all" else ""
-        ticket = None
-        if self._part is not None:
-            try:
-                ticket = self._settle()
-                if ticket is not None:
-                    self._wait(ticket)
-            except LaminarError as error:
-                return Outcome.of(error)
+        ticket = self._settle() if self._part is not None else None
+        if ticket is not None:
+            self._wait(ticket)
         data = ticket.data if ticket is not None else None
         return Outcome(ticket=data, same=hashlib.sha256(repr(self._manifest).encode()).hexdigest(), run=run)
 
@@ -153,25 +147,34 @@ class Stream:
             return None, Outcome()
         try:
             return self._open(self._manifest, self._part), Outcome()
-        except LaminarError as error:  # it was tried at every master that there was
-            return None, msgspec.structs.replace(Outcome.of(error), again=False)
+        except Exception as error:  # noqa: BLE001  (raised by every rank)
+            # It was tried at every master that there was.
+            return None, msgspec.structs.replace(self._agreement.failed(error), again=False)
 
     def _take_all(self, version: StreamedVersion | None) -> Outcome:
         try:
             outcome = self._write_all(version)
+        except Exception as error:
+            if not self._agreement.can_leave(error):
+                self._give_up(version, error)
+                raise
+            outcome = self._agreement.failed(error)
         except BaseException as error:
-            if version is not None:
-                self._loop.run(version.give_up(LaminarError(f"the iterator raised {type(error).__name__}: {error}")))
+            self._give_up(version, error)
             raise
         if version is None:
             return outcome
         if not outcome.code:
-            outcome = self._write_beside(version)
+            outcome = self._agreement.tried(self._write_beside, version)
         if not outcome.code:
             outcome = self._commit(version)
         if outcome.code and outcome.ticket is None:
             outcome = Outcome.of(self._loop.run(version.give_up(outcome.error())))
         return outcome
+
+    def _give_up(self, version: StreamedVersion | None, error: BaseException) -> None:
+        if version is not None:
+            self._loop.run(version.give_up(LaminarError(f"the iterator raised {type(error).__name__}: {error}")))
 
     def _write_all(self, version: StreamedVersion | None) -> Outcome:
         """Takes every tensor, and writes it; those after one that failed are let go."""
@@ -181,7 +184,7 @@ class Stream:
             for item in _iterated(self._items() if callable(self._items) else self._items):
                 num, newest = num + 1, item[0] if isinstance(item, tuple) and item else ""
                 if version is not None and not outcome.code:
-                    outcome = self._written(version, item)
+                    outcome = self._agreement.tried(self._written, version, item)
                 del item  # the next one is made before this name is bound again
         except BaseException as error:
             of = f"{num} of {len(self._manifest.tensors)} tensors had come" + (f", the last {newest!r}" if num else "")
@@ -190,10 +193,7 @@ class Stream:
         return outcome
 
     def _written(self, version: StreamedVersion, item: object) -> Outcome:
-        try:
-            self._write(version, *_pair(item))
-        except LaminarError as error:
-            return Outcome.of(error)
+        self._write(version, *_pair(item))
         return Outcome()
 
     def _write(self, version: StreamedVersion, given: str, tensor: Any) -> None:
@@ -227,28 +227,26 @@ class Stream:
 
     def _write_beside(self, version: StreamedVersion) -> Outcome:
         assert self._part is not None, "only a rank that writes has a version"
-        try:
-            for source in self._part.beside.tensors:
-                version.write(source.name, source.read())
-            for file in self._part.beside.files:
-                version.write_file(file.name, file.read())
-        except LaminarError as error:
-            return Outcome.of(error)
+        for source in self._part.beside.tensors:
+            version.write(source.name, source.read())
+        for file in self._part.beside.files:
+            version.write_file(file.name, file.read())
         return Outcome()
 
     def _commit(self, version: StreamedVersion) -> Outcome:
         try:
             ticket = self._loop.run(version.commit())
-        except LaminarError as error:
-            return Outcome.of(error)
+        except Exception as error:  # noqa: BLE001  (raised by every rank)
+            return self._agreement.failed(error)
         try:
             self._wait(ticket)
-        except LaminarError as error:  # it is published, or lost: nothing is made again
-            return msgspec.structs.replace(Outcome.of(error), again=False, ticket=ticket.data)
+        except Exception as error:  # noqa: BLE001  (raised by every rank)
+            # It is published, or lost: nothing is made again.
+            return msgspec.structs.replace(self._agreement.failed(error), again=False, ticket=ticket.data)
         return Outcome(ticket=ticket.data)
 
     def _agree(self, outcome: Outcome) -> Outcome:
-        return agreed(self._ranks, outcome)
+        return self._agreement.agreed(outcome)
 
 
 def _iterated(items: Any) -> Iterable[object]:

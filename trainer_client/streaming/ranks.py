@@ -2,11 +2,15 @@
 
 Invariants:
 - `exchange` is a collective: every rank calls it equally often, and gets all ranks' messages in the order of ranks;
-- no object is pickled: messages are bytes of a bounded length.
+- no object is pickled: messages are bytes of a bounded length;
+- a rank that left the tensors' collectives by an error joins no exchange before the others have come to it: it would be
+  taken for a part of the collective that they are in.
 """
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -17,8 +21,17 @@ MESSAGE_BYTES_MAX = 8192
 _LENGTH_BYTES = 4
 
 
+LEAVE_S = 10.0
+"""For the others to come to the exchange, when the iterator of one rank has raised."""
+LOOK_S = 0.05
+
+
 class Ranks(Protocol):
-    """All processes that take the tensors of a stream in step."""
+    """All processes that take the tensors of a stream in step.
+
+    One may also have `others_come(within_s) -> bool`: whether all others come to the next exchange by then. Without it
+    an error of an iterator is raised by its own rank alone.
+    """
 
     @property
     def index(self) -> int: ...
@@ -58,6 +71,10 @@ class OneRank:
         return [message]
 
 
+_num_exchanged: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""By process group: the number of each exchange is the same on all its ranks, whichever objects they call it by."""
+
+
 class TorchRanks:
     """The ranks of a `torch.distributed` process group; all of them by default.
 
@@ -67,15 +84,38 @@ class TorchRanks:
     def __init__(self, group: Any = None, *, device: Any = None) -> None:
         import torch
         import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
 
         self._torch, self._dist, self._group = torch, dist, group
         self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
         self._device = device
+        self._whole = c10d._get_default_group() if group is None else group
+        self._store = c10d.PrefixStore(f"laminar/{self._whole.group_name}", c10d._get_default_store())
+
+    def others_come(self, within_s: float) -> bool:
+        """Whether all other ranks come to the next exchange by then, so that this one can join it."""
+        number = self._come()
+        missing, by = set(range(self.count)) - {self.index}, time.monotonic() + within_s
+        while True:
+            missing -= {rank for rank in missing if self._has_come(rank, number)}
+            if not missing or time.monotonic() > by:
+                return not missing
+            time.sleep(LOOK_S)
+
+    def _come(self) -> int:
+        """Leaves word that this rank comes to the next exchange; its number."""
+        number = _num_exchanged.get(self._whole, 0) + 1
+        self._store.set(str(self.index), str(number))
+        return number
+
+    def _has_come(self, rank: int, number: int) -> bool:
+        return self._store.check([str(rank)]) and int(self._store.get(str(rank))) >= number
 
     def exchange(self, message: bytes) -> list[bytes]:
         assert len(message) <= MESSAGE_BYTES_MAX
+        _num_exchanged[self._whole] = self._come()
         torch, size = self._torch, _LENGTH_BYTES + MESSAGE_BYTES_MAX
         padded = bytearray(len(message).to_bytes(_LENGTH_BYTES, "big") + message).ljust(size, b"\0")
         mine = torch.frombuffer(padded, dtype=torch.uint8).to(self._device)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 from paramserver.client import PLAIN, StreamedVersion
-from protos.errors import LaminarError
 from trainer_client.streaming.beside import Beside
 from trainer_client.streaming.ranks import TorchRanks
 from trainer_client.streaming.shards import LocalBytes
@@ -33,7 +32,7 @@ class Rounds:
         }
         chunk_bytes = version.chunks.chunk_bytes
         self._run_bytes = max(1, STAGING_BYTES // chunk_bytes) * chunk_bytes
-        self.failed: LaminarError | None = None
+        self.failed: Exception | None = None
 
     def one(self, pieces: Sequence[Piece], gathered: Collection[str]) -> None:
         """Gathers, swaps and writes what these pieces need of it. `gathered`: tensors that no rank has rows of."""
@@ -102,7 +101,7 @@ class Rounds:
         if self.failed is None:
             try:
                 return work(*args, **kwargs)
-            except LaminarError as error:
+            except Exception as error:  # noqa: BLE001  (raised by every rank, after the last round)
                 self.failed = error
         return None
 

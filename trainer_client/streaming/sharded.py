@@ -24,7 +24,7 @@ from trainer_client.sources import NamedTensors
 from trainer_client.streaming.arguments import PublishArguments
 from trainer_client.streaming.beside import NOTHING, Beside, beside
 from trainer_client.streaming.manifest import Manifest, memory_of
-from trainer_client.streaming.outcomes import PASSES_MAX, Outcome, agreed, in_passes
+from trainer_client.streaming.outcomes import PASSES_MAX, Agreement, Outcome
 from trainer_client.streaming.passes import Part
 from trainer_client.streaming.ranks import TorchRanks, exchange_all
 from trainer_client.streaming.rounds import Rounds
@@ -61,10 +61,12 @@ class ShardedPublish:
     ) -> None:
         self._tensors, self._arguments, self._dtype = tensors, arguments, dtype
         self._ranks, self._loop = ranks, loop
+        self._agreement = Agreement(ranks)
         self._open, self._join = open_version, join_version
         self._settle, self._wait = settle, wait
         self._staging = staging
         self._shards: dict[str, Shard] = {}
+        self._held = Held([], {})
         self._manifest = Manifest(())
         self._beside: Beside = NOTHING
         self._extents: dict[str, Sequence[Extent]] = {}
@@ -74,17 +76,18 @@ class ShardedPublish:
     def publish(self) -> TicketData:
         """The version's ticket, the same on every rank; raises the same error on every rank."""
         for prepare in (self._read_shards, self._settled, self._share_out):
-            prepared = self._agree(_tried(prepare))
+            prepared = self._agree(self._agreement.tried(prepare))
             if prepared.code:
-                raise prepared.error()
+                raise self._agreement.error(prepared)
             if prepared.ticket is not None:
                 return prepared.ticket
-        return in_passes(self._pass, PASSES_MAX)
+        return self._agreement.in_passes(self._pass, PASSES_MAX)
 
     # ---- what is announced, and who holds it
 
     def _read_shards(self) -> Outcome:
         self._shards = shards_of(self._tensors, self._arguments.names, self._dtype)
+        self._held = Held([(one.start, one.end) for one in self._shards.values()], self._tied())
         described = [(shard.meta, shard.local is None) for shard in self._shards.values()]
         return Outcome(same=hashlib.sha256(repr(described).encode()).hexdigest())
 
@@ -96,8 +99,7 @@ class ShardedPublish:
         return Outcome(ticket=ticket.data)
 
     def _share_out(self) -> Outcome:
-        mine = Held([(one.start, one.end) for one in self._shards.values()], self._tied())
-        found = [decode_msgpack(one, Held) for one in exchange_all(self._ranks, msgspec.msgpack.encode(mine))]
+        found = [decode_msgpack(one, Held) for one in exchange_all(self._ranks, msgspec.msgpack.encode(self._held))]
         tied = found[0].tied  # a rank without rows of a tensor cannot see that it has two names
         kept = tuple(shard.meta for name, shard in self._shards.items() if name not in tied)
         self._manifest = Manifest.of(Manifest(kept, tied))
@@ -118,8 +120,8 @@ class ShardedPublish:
     def _pass(self) -> Outcome:
         """One announcement, and all rounds; what all ranks agree became of it.
 
-        Any other error than LaminarError is of a collective: the ranks are out of step, and only the caller knows how
-        to get them out. It goes through at once.
+        An error that comes out of here is of a collective: the ranks are out of step, and only the caller knows how to
+        get them out. It goes through at once.
         """
         found = Outcome()
         try:
@@ -141,14 +143,15 @@ class ShardedPublish:
             try:
                 self._version = self._open(self._manifest, Part(Rank(), self._manifest.tensors, self._beside))
                 invitation = self._version.invitation
-            except LaminarError as error:  # it was tried at every master that there was
-                outcome = msgspec.structs.replace(Outcome.of(error), again=False)
+            except Exception as error:  # noqa: BLE001  (raised by every rank)
+                # It was tried at every master that there was.
+                outcome = msgspec.structs.replace(self._agreement.failed(error), again=False)
         invitation = exchange_all(self._ranks, invitation)[0]
         if self._ranks.index > 0 and invitation:
             try:
                 self._version = self._join(invitation)
-            except LaminarError as error:
-                outcome = Outcome.of(error)
+            except Exception as error:  # noqa: BLE001  (raised by every rank)
+                outcome = self._agreement.failed(error)
         return outcome
 
     def _write(self) -> Outcome:
@@ -158,14 +161,16 @@ class ShardedPublish:
         local = LocalBytes(self._shards, self._staging, check_nan=self._arguments.check_nan)
         rounds = Rounds(version, self._ranks, local, self._beside)
         gathered = {name: one.meta.size_bytes for name, one in self._shards.items() if one.local is None}
-        try:
-            for pieces in rounds_of(self._pieces(version), gathered):
-                rounds.one(pieces, gathered.keys())
-            if rounds.failed is None:
-                self._digests = self._loop.run(version.finish())
-        except LaminarError as error:
-            rounds.failed = error
-        return Outcome() if rounds.failed is None else self._give_up(rounds.failed)
+        for pieces in rounds_of(self._pieces(version), gathered):
+            rounds.one(pieces, gathered.keys())
+        outcome = self._agreement.tried(self._finish, version, rounds.failed)
+        return self._give_up(outcome.error()) if outcome.code else outcome
+
+    def _finish(self, version: StreamedVersion, failed: Exception | None) -> Outcome:
+        if failed is not None:
+            raise failed
+        self._digests = self._loop.run(version.finish())
+        return Outcome()
 
     def _pieces(self, version: StreamedVersion) -> Iterator[Piece]:
         extents = dict(self._extents)
@@ -185,12 +190,13 @@ class ShardedPublish:
         try:
             digests = {index: one for each in everybodys for index, one in decode_msgpack(each, Digests).items()}
             ticket = self._loop.run(version.commit_shared(digests))
-        except LaminarError as error:
-            return self._give_up(error)
+        except Exception as error:  # noqa: BLE001  (raised by every rank)
+            return self._give_up(self._agreement.failed(error).error())
         try:
             self._wait(ticket)
-        except LaminarError as error:  # it is published, or lost: nothing is made again
-            return msgspec.structs.replace(Outcome.of(error), again=False, ticket=ticket.data)
+        except Exception as error:  # noqa: BLE001  (raised by every rank)
+            # It is published, or lost: nothing is made again.
+            return msgspec.structs.replace(self._agreement.failed(error), again=False, ticket=ticket.data)
         return Outcome(ticket=ticket.data)
 
     def _give_up(self, error: LaminarError) -> Outcome:
@@ -198,11 +204,4 @@ class ShardedPublish:
         return Outcome.of(error if version is None else self._loop.run(version.give_up(error)))
 
     def _agree(self, outcome: Outcome) -> Outcome:
-        return agreed(self._ranks, outcome)
-
-
-def _tried(work: Callable[[], Outcome]) -> Outcome:
-    try:
-        return work()
-    except LaminarError as error:
-        return Outcome.of(error)
+        return self._agreement.agreed(outcome)

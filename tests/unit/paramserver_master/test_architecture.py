@@ -49,8 +49,9 @@ def test_a_float_that_engines_convert_is_only_told() -> None:
 
 def test_what_was_tied_and_is_no_more_is_told_so() -> None:
     whole, tied = read_heads(heads(BEFORE)), read_heads(heads(BEFORE[:1] + BEFORE[2:], {"tied:w": "embed"}))
-    assert compare(tied, whole).changes == ("'w' was tied to 'embed'",)
-    assert compare(whole, tied).changes == ("'w' is tied to 'embed' now",)
+    assert compare(tied, whole) == Differences(("'w' was tied to 'embed'",), of_ties=True)
+    assert compare(whole, tied) == Differences(("'w' is tied to 'embed' now",), of_ties=True)
+    assert not compare(whole, read_heads(heads(BEFORE[:1], {"tied:w": "embed"}))).of_ties, "'ids' is missing, too"
 
 
 def test_many_differences_and_long_names_stay_readable() -> None:

@@ -680,6 +680,13 @@ async def test_ranks_that_wait_for_room_are_not_said_to_be_missing(host: Host) -
         assert "no room for version 1" in str(error)
 
 
+async def test_the_first_version_is_warned_of_a_pool_without_room_for_the_second(host: Host) -> None:
+    assert (await host.announce(6 * MIB)).warnings == ()
+    (warning,) = (await host.announce(7 * MIB)).warnings
+    assert warning.startswith("two versions of this size take 14 MiB, the pool has 13 MiB: the next finds no room")
+    assert warning.endswith("--pool-bytes of at least 28 MiB")
+
+
 async def test_a_publisher_hears_that_its_version_before_came_to_nothing(host: Host) -> None:
     """`publish` returned at copied; what became of the version, only its ticket would show."""
     draft = await host.announce()

@@ -95,6 +95,11 @@ def test_several_adapters_are_chosen_by_name() -> None:
         ({}, {}, r"does not hold the adapters' scale .*scale=lora_alpha / r"),
         ({}, {"scale": {"x": 1.0}}, "scale has no adapter 'default' .*it has x"),
         ({"model.q.lora_magnitude_vector.default.weight": torch.ones(6)}, {"scale": 1.0}, "DoRA cannot be merged"),
+        (
+            {"model.embed.token_adapter.trainable_tokens_delta.default": torch.ones(2, 4)},
+            {"scale": 1.0},
+            "trainable_tokens_delta.default.*trainable_token_indices cannot be merged here .*merge_and_unload",
+        ),
         ({"model.q.lora_B.default.bias": torch.ones(6)}, {"scale": 1.0}, "lora_B.default.bias.*merge_and_unload"),
         (
             {"model.k.lora_A.default.weight": torch.ones(2, 4)},
@@ -112,6 +117,30 @@ def test_several_adapters_are_chosen_by_name() -> None:
 def test_what_cannot_be_merged_is_named(more: dict[str, torch.Tensor], options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         merged_lora(state(**more), **options)
+
+
+class WithAdapters(torch.nn.Module):
+    """As transformers' models are after `add_adapter`: names without a prefix, and a method for the active adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = torch.nn.Module()
+        self.q.base_layer = torch.nn.Linear(4, 6, bias=False)
+        self.q.lora_A = torch.nn.ModuleDict({name: torch.nn.Linear(4, 2, bias=False) for name in ("one", "two")})
+        self.q.lora_B = torch.nn.ModuleDict({name: torch.nn.Linear(2, 6, bias=False) for name in ("one", "two")})
+        self.q.scaling = {"one": 1.5, "two": 9.0}  # type: ignore[assignment]
+
+    def active_adapters(self) -> list[str]:
+        return ["one"]
+
+
+def test_a_model_with_adapters_of_its_own_is_merged_by_those_that_its_method_names() -> None:
+    model = WithAdapters()
+    weights = model.state_dict()
+    delta = weights["q.lora_B.one.weight"] @ weights["q.lora_A.one.weight"] * 1.5
+    (pair,) = merged_lora(model).tensors()
+    assert pair[0] == "q.weight"
+    assert torch.equal(pair[1], weights["q.base_layer.weight"] + delta)
 
 
 def test_a_model_without_adapters_is_refused() -> None:

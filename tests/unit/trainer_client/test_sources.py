@@ -97,6 +97,29 @@ def test_tied_weights_travel_once_under_the_first_name() -> None:
     assert sources_of({"a": array, "b": array[:]}).tied == {"b": "a"}
 
 
+def test_floats_are_cast_while_they_are_read_and_tied_ones_stay_tied() -> None:
+    shared = torch.tensor([1.0, 1 / 3])
+    tensors = {"embed": shared, "head": shared, "ids": torch.arange(2), "z": torch.ones(1, dtype=torch.complex64)}
+    found = sources_of(tensors, dtype=torch.bfloat16)
+    assert [(source.name, source.dtype) for source in found.tensors] == [
+        ("embed", "BF16"),
+        ("ids", "I64"),
+        ("z", "C64"),
+    ]
+    assert found.tied == {"head": "embed"}
+    shared.fill_(2.0)
+    assert bytes(found.tensors[0].read()) == torch.full((2,), 2.0).bfloat16().view(torch.uint8).numpy().tobytes()
+    arrays = {"w": np.array([1 / 3], ">f8"), "n": np.arange(2)}
+    (w, n) = sources_of(arrays, dtype="F32").tensors
+    assert (w.dtype, bytes(w.read()), n.dtype) == ("F32", np.array([1 / 3], "<f4").tobytes(), "I64")
+    with pytest.raises(InvalidRequest, match=r"numpy cannot make BF16 of 'w' .*torch"):
+        sources_of(arrays, dtype=torch.bfloat16)
+    with pytest.raises(InvalidRequest, match=r"dtype=torch.int8 is no floating-point dtype"):
+        sources_of(tensors, dtype=torch.int8)
+    with pytest.raises(InvalidRequest, match="holds NaN"):
+        sources_of({"w": torch.tensor([torch.nan])}, check_nan=True, dtype="BF16").tensors[0].read()
+
+
 def test_views_that_merely_overlap_are_tensors_of_their_own() -> None:
     fused = torch.arange(6.0)
     sources = sources_of({"all": fused, "q": fused[:3], "k": fused[3:], "reshaped": fused.view(2, 3)})
