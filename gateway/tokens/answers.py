@@ -9,7 +9,8 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from gateway.tokens.arguments import Tool
 from gateway.tokens.reasoning import ReasoningFormat, ReasoningParser
@@ -18,8 +19,7 @@ from gateway.tokens.toolcalls import ToolCall, ToolCallParser
 from gateway.tokens.toolformats import ToolFormat
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerDelta:
+class AnswerDelta(msgspec.Struct, frozen=True, gc=False):
     """`over`: nothing more is read; `stopped_by` has the stop string, if one is the reason."""
 
     reasoning: str = ""
@@ -96,11 +96,15 @@ class AnswerParser:
                 reasoning, text = reasoning + rest.reasoning, text + rest.text
         text, calls, stopped_by = self._content(text, checked, last)
         over = stopped_by is not None or (self._one_call and bool(calls))
-        if self._reasoning is not None and self._reasoning.undecided:
+        if self._reasoning is None:
+            return AnswerDelta("", text, calls, stopped_by, over)
+        if self._reasoning.undecided:
             if not (over or calls or last):
                 self._withheld.append(text)
                 return AnswerDelta()
             self._reasoning.decide()
+        if self._reasoning.over:
+            self._reasoning = None
         if self._withheld:
             text, self._withheld = "".join([*self._withheld, text]), []
         return AnswerDelta(reasoning, text, calls, stopped_by, over)

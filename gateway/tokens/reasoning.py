@@ -13,8 +13,9 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from gateway.tokens.toolcalls import ToolCallParser
 
@@ -31,8 +32,7 @@ def reasoning_format_of(source: str) -> ReasoningFormat:
     return next((form for form, (_, end) in TAGS.items() if end in source), "none")
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
     """`takes_back`: what was given as text so far was reasoning, and is given as such now."""
 
     reasoning: str = ""
@@ -66,6 +66,11 @@ class ReasoningParser:
     @property
     def in_call(self) -> bool:
         return self._phase == "within" and self._calls is not None and self._calls.in_call
+
+    @property
+    def over(self) -> bool:
+        """Whether all that comes is text."""
+        return self._phase == "after"
 
     def decide(self) -> None:
         """What was undecided is text."""

@@ -16,6 +16,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from gateway.tokens.arguments import Tool
 from gateway.tokens.toolformats import SPACE_MAX, SYNTAX, Call, Found, Scan, Syntax, ToolFormat
 
@@ -34,8 +36,7 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolDelta:
+class ToolDelta(msgspec.Struct, frozen=True, gc=False):
     text: str = ""
     calls: tuple[ToolCall, ...] = ()
 
