@@ -38,7 +38,7 @@ TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
 }
 
 
-ORDERED_BY = frozenset({"status", "version", "intake_open", "admitted", "turns"})
+ORDERED_BY = frozenset({"status", "ready", "version", "intake_open", "admitted", "turns"})
 """What an engine's position in the order of load depends on, besides tokens."""
 Displaced = dict[EngineName, bool]
 """Engines whose position in the order is to be computed anew. True: turns came or went, so that its tokens have to be
@@ -176,6 +176,7 @@ class EngineState:
     given_up: Version = NO_VERSION  # failed to load too often: the one before it serves until a newer one is there
     suspected: bool = False  # no turn goes there before it has answered as the same incarnation
     suspicion: str = ""  # why it stays suspected for longer than until its next answer
+    ready: bool = True  # False: it says that it takes no turns, and sessions on its version may have to go elsewhere
     faults: Faults = field(default_factory=Faults)
     seeds: bool = True  # it samples by a request's `seed`; False: it ignores that
     must_load: bool = False  # it joined fenced: whatever its label, its weights may be mixed
@@ -210,13 +211,19 @@ class EngineState:
         return Load(len(self.turns), self.tokens, self.admitted, self.name)
 
     def within(self, pool: Pool) -> bool:
-        return self.status == "serving" and self.version == pool.version and (self.intake_open or not pool.opened)
+        serves = self.status == "serving" and self.ready
+        return serves and self.version == pool.version and (self.intake_open or not pool.opened)
 
     @property
     def pools(self) -> Sequence[Pool]:
-        if self.status != "serving":
+        if self.status != "serving" or not self.ready:
             return ()
         return (Pool(self.version), Pool(self.version, True)) if self.intake_open else (Pool(self.version),)
+
+    @property
+    def takes_turns(self) -> bool:
+        """It serves, and nothing keeps it from that for longer than until its next answer."""
+        return self.status == "serving" and not self.suspicion
 
     @property
     def last_error(self) -> str:
@@ -262,7 +269,7 @@ class EngineState:
         self.status = status
         if status != "serving":
             self.intake_open = self.suspected = False
-            self.suspicion = ""
+            self.suspicion, self.ready = "", True
         if status == "dead":  # what it reported last is not so any more
             self.kv_usage, self.running_reported, self.waiting_reported, self.admitted = 0.0, 0, 0, 0
 

@@ -29,7 +29,7 @@ def closed_reason(fleet: FleetState, engine: EngineState, now: float) -> str:
 def closed_reasons(fleet: FleetState, now: float) -> str:
     """The reasons of all engines, in one sentence; empty if one of them takes new sessions."""
     engines = sorted(fleet.engines.values(), key=lambda e: e.name)  # at once: others may join meanwhile
-    if any(e.status == "serving" and e.intake_open and not e.suspicion for e in engines):
+    if any(e.takes_turns and e.intake_open for e in engines):
         return ""
     reasons = [f"engine {e.name} {why[:REASON_CHARS_MAX]}" for e in engines if (why := closed_reason(fleet, e, now))]
     more = f"; and {len(reasons) - ENGINES_NAMED_MAX} more" if len(reasons) > ENGINES_NAMED_MAX else ""

@@ -71,7 +71,7 @@ class EngineHandle:
         if state.suspicion:
             log.info("engine %s gets turns again", state.name, extra=about(engine=state.name))
             self.timeline.add("engine", engine=state.name, state=state.status, reason="it gets turns again")
-        state.suspected, state.suspicion = False, ""
+        state.suspected, state.suspicion, state.ready = False, "", True
 
     async def close(self) -> None:
         """Ends its tasks and connections, also when the caller is cancelled meanwhile."""

@@ -80,8 +80,11 @@ class EngineWatcher:
         while True:
             # Cleared before the request: set from now on, it causes a poll that begins after that.
             handle.poll_now.clear()
+            served = handle.state.status == "serving"  # else this gateway may have paused it itself, for a load
             try:
                 report = await handle.adapter.report()
+                if served and not report.ready:
+                    self._not_ready(handle)
                 await self._alive(handle, report)
                 handle.state.poll_error = ""
             except EngineFailed as e:
@@ -112,8 +115,6 @@ class EngineWatcher:
         state.waiting_reported = report.waiting
         self._state.kv_ceiling(state).observe(report.kv_usage, report.running, report.waiting)
         restarted = state.incarnation != report.incarnation
-        if not report.ready:
-            handle.shun(NOT_READY)
         if restarted:
             state.dtype, handle.dtype_requests = "", 0
         await self._request_dtype(handle)
@@ -165,6 +166,12 @@ class EngineWatcher:
             state.good = max(state.good, state.version)
         self.settle(handle)
         self._reconcile()
+
+    def _not_ready(self, handle: EngineHandle) -> None:
+        handle.shun(NOT_READY)
+        if handle.state.ready:
+            handle.state.ready = False
+            self._reconcile()
 
     def _trust(self, handle: EngineHandle, report: EngineReport) -> None:
         """It responded as the same incarnation, and no connection broke since this poll began: `poll_now` would be set

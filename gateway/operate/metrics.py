@@ -218,8 +218,8 @@ METRICS: Sequence[Metric[Sources]] = (
         "gauge",
         "laminar_gateway_engine_serving",
         "1 or 0",
-        "1 while the engine takes turns; 0 while it joins, loads a version, is fenced or dead.",
-        _per_engine(lambda engine: engine.status == "serving"),
+        "1 while the engine takes turns; 0 while it joins, loads a version, is suspected, fenced or dead.",
+        _per_engine(lambda engine: engine.takes_turns),
         labels=("engine",),
     ),
     Metric(

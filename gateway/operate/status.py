@@ -90,7 +90,7 @@ class GatewayStatus:
 
     def health(self) -> Health:
         """Healthy while an engine serves and the store can be written."""
-        serving = [e.name for e in self._fleet.state.sorted_engines() if e.status == "serving" and not e.suspicion]
+        serving = [e.name for e in self._fleet.state.sorted_engines() if e.takes_turns]
         why = closed_reasons(self._fleet.state, time.monotonic())
         reasons = [] if serving else [f"no engine serves: {why}" if why else "no engine serves"]
         if failure := self._database.failure:

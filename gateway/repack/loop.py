@@ -128,7 +128,7 @@ class Repacker:
         context, inbound = _smallest_context(group), self._inbound(group)
         views: list[EngineView] = []
         async for step in _in_steps([e for e in group if e.kv_capacity_tokens]):
-            engines = [e for e in step if e.status == "serving" and e.version == version]  # still
+            engines = [e for e in step if e.takes_turns and e.version == version]  # still
             views += self._view(engines, waiting, inbound, context)
         return views
 
@@ -154,7 +154,7 @@ class Repacker:
         return found.list_sessions()
 
     def _serving(self) -> list[EngineState]:
-        return [e for e in self._fleet.state.sorted_engines() if e.status == "serving"]
+        return [e for e in self._fleet.state.sorted_engines() if e.takes_turns]
 
     async def _sessions_that_wait(self) -> Waiting:
         found = defaultdict[tuple[EngineName, Version], list[SessionState]](list)

@@ -130,6 +130,4 @@ class TurnMover:
     def _same_version(self, move: Move) -> bool:
         engines = self._fleet.state.engines
         source, there = engines.get(move.source), engines.get(move.destination)
-        return (
-            source is not None and there is not None and there.status == "serving" and there.version == source.version
-        )
+        return source is not None and there is not None and there.takes_turns and there.version == source.version

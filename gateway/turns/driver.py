@@ -206,7 +206,7 @@ class Driver:
         there = departure.destination
         if there is not None:
             engine = self._fleet.state.engines.get(there)
-            if engine is None or (engine.status == "serving" and engine.version == self._session.version):
+            if engine is None or (engine.takes_turns and engine.version == self._session.version):
                 self._session.engine = there
                 return Placement(there, "repack")
             self._fleet.places.leave(there, self._request.turn_id)

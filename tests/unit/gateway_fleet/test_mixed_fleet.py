@@ -34,21 +34,26 @@ async def test_a_server_that_is_to_end_keeps_its_turns_and_gets_no_more(tmp_path
     """SGLang after SIGTERM: it answers everything until its last request has ended."""
     sglang = Engine(WEIGHTS, "0", MODEL, hold=tmp_path / "hold")
     (tmp_path / "hold").touch()
-    async with serving_app(Server(sglang).app()) as url, ScriptedEngine("vllm") as vllm:
-        engines = (EngineSpec("sglang", "sglang", url, None), EngineSpec("vllm", "vllm", vllm.url, None))
-        settings = dataclasses.replace(config(tmp_path), engines=engines, poll_interval_s=0.02)
-        found = await start(settings)
+    async with serving_app(Server(sglang).app()) as url, ScriptedEngine("vllm", version="1") as vllm:
+        spec = EngineSpec("sglang", "sglang", url, None)
+        found = await start(dataclasses.replace(config(tmp_path), engines=(spec,), poll_interval_s=0.02))
         state = found.fleet.state.engines[EngineName("sglang")]
         await until(lambda: state.status == "serving", "it")
         async with aiohttp.ClientSession(found.url) as http:
             body = {"model": MODEL, "prompt": [5, 6], "max_tokens": HELD_TOKENS + 1}
-            first = asyncio.create_task(post(http, body))
+            first = asyncio.create_task(post(http, {**body, "session_id": "s"}))
             await until(lambda: len(state.turns) == 1, "a turn there")
+            added = await http.post("/admin/engines", json={"name": "vllm", "url": vllm.url})
+            assert added.status == 201
+            await until(lambda: found.fleet.state.engines[EngineName("vllm")].status == "serving", "another engine")
             sglang.draining = True
             await until(lambda: state.suspicion, "that it is not ready")
             for _ in range(4):
                 assert (await post(http, {**body, "max_tokens": 2}))["choices"]
             assert len(sglang.requests) == 1
+            more = await post(http, {**body, "max_tokens": 2, "session_id": "s", "return_token_ids": True})
+            [change] = more["laminar"]["version_changes"]
+            assert change["to_version"] == 1, "its sessions do not wait for its end"
             [told] = [e for e in found.status.report().engines if e.name == "sglang"]
             assert (told.state, "not ready" in told.reason) == ("suspected", True)
             (tmp_path / "hold").unlink()
