@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,16 +43,26 @@ def _value(text: str, kinds: set[str]) -> Any:
         if not kinds & {"array", "object"}:
             return text
     try:
-        return literal(text.strip())
+        return literal(expression(text.strip()))
     except NotJson:
         return text
 
 
-def literal(written: str | ast.expr) -> Any:
-    """The value of a Python literal, if JSON has it; else raises NotJson. It is read as Python, and never run."""
+def expression(text: str) -> ast.expr:
+    """A Python expression, parsed and not run. Raises NotJson, as `literal` does."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know, which stay as they are
+            return ast.parse(text, mode="eval").body
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as e:
+        raise NotJson(str(e)) from e
+
+
+def literal(written: ast.expr) -> Any:
+    """The value of a Python literal, if JSON has it; else raises NotJson."""
     try:
         return parse(json.dumps(ast.literal_eval(written), ensure_ascii=False))
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as e:
+    except (ValueError, TypeError, RecursionError, MemoryError) as e:
         raise NotJson(str(e)) from e
 
 

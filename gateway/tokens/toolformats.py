@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from gateway.tokens.arguments import Tool as Tool
-from gateway.tokens.arguments import literal, properties_of, typed
+from gateway.tokens.arguments import expression, literal, properties_of, typed
 from gateway.tokens.scanning import NOWHERE, BracketEnd, JsonEnd
 from gateway.tokens.values import NotJson, parse
 
@@ -187,8 +187,8 @@ def _json_call(value: Any, tools: Tools) -> Call | None:
 def _python_calls(name: str, value: str, tools: Tools) -> Sequence[Call]:
     """Of `name` with the keywords that `value` has in brackets; without one, of the list of calls that the value is."""
     try:
-        found = ast.parse(f"{name}{value}", mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        found = expression(f"{name}{value}")
+    except NotJson:
         return ()
     wanted = [found] if name else found.elts if isinstance(found, ast.List) else []
     calls = [call for each in wanted if (call := _python_call(each, tools)) is not None]

@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.api.errors import BadField, RefusedField
 from gateway.api.openai.bodies import ChatRequest, CompletionRequest
-from gateway.api.openai.forced import CallForm, can_force, structural_tag
+from gateway.api.openai.forced import JSON_OBJECTS, CallForm, can_force, structural_tag
 from gateway.core.sampling import kinds_for
 from gateway.ports import ModelInfo
 from protos.decoding import decode_json
@@ -119,9 +119,11 @@ def forced_call(body: ChatRequest, form: CallForm) -> Constraint:
             f"`tool_choice`={choice!r} is not supported: no engine has a grammar for this model's format of a call",
             hint="use 'auto', or request the arguments as the answer, with their JSON schema as `response_format`",
         )
-    if form.tools == "llama" and form.thinks == "no":
+    if form.tools in JSON_OBJECTS and form.thinks == "no":
         return Constraint(json_schema=_json({"anyOf": [_call_schema(*one) for one in functions.items()]}))
-    if form.tools not in ("hermes", "llama") and (odd := [name for name in functions if not _PLAIN.fullmatch(name)]):
+    if form.tools not in ("hermes", *JSON_OBJECTS) and (
+        odd := [name for name in functions if not _PLAIN.fullmatch(name)]
+    ):
         raise BadField(
             "tools",
             f"a call of {odd[0]!r} cannot be forced: this model writes names as they are, between marks",

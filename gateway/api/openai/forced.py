@@ -114,12 +114,12 @@ _CALLS: Mapping[ToolFormat, Callable[[str, Schema], list[Format]]] = {
 }
 
 
-_JSON_OBJECT: tuple[ToolFormat, ...] = ("llama", "llama4")
+JSON_OBJECTS: tuple[ToolFormat, ...] = ("llama", "llama4")
 """Formats with calls that are JSON alone; of Llama 4's two, the one that a schema describes."""
 
 
 def can_force(form: ToolFormat) -> bool:
-    return form in _JSON_OBJECT or form in _CALLS
+    return form in JSON_OBJECTS or form in _CALLS
 
 
 def structural_tag(form: CallForm, functions: Mapping[str, Schema]) -> str:
@@ -132,7 +132,7 @@ def structural_tag(form: CallForm, functions: Mapping[str, Schema]) -> str:
 
 
 def _of(form: ToolFormat, name: str, schema: Schema) -> Sequence[Format]:
-    if form in _JSON_OBJECT:
+    if form in JSON_OBJECTS:
         return [_tag(f'{{"name": {_json(name)}, "parameters": ', _arguments(schema), "}")]
     return _CALLS[form](name, schema)
 

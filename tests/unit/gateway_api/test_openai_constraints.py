@@ -56,13 +56,14 @@ def test_any_of_several_calls_in_the_form_of_hermes() -> None:
     assert calls == [("add", "{}"), (TIME["name"], "{}")], "whatever the name has in it"
 
 
-def test_calls_in_the_form_of_llama_are_a_schema() -> None:
-    held = constraint(body("required", ADD, TIME), MODEL, CallForm("llama"))
+@pytest.mark.parametrize("form", ["llama", "llama4"])
+def test_calls_in_the_form_of_llama_are_a_schema(form: ToolFormat) -> None:
+    held = constraint(body("required", ADD, TIME), MODEL, CallForm(form))
     schemas = json.loads(held.json_schema)["anyOf"]
     for schema, name in zip(schemas, ("add", TIME["name"]), strict=True):
         assert (schema["required"], schema["additionalProperties"]) == (["name", "parameters"], False)
         said = json.dumps({"name": schema["properties"]["name"]["const"], "parameters": {"a": 1}})
-        assert parsed("llama", said) == [(name, '{"a": 1}')]
+        assert parsed(form, said) == [(name, '{"a": 1}')]
 
 
 XML = {"qwen_xml": "<parameter=a>\n3\n</parameter>", "glm_xml": "<arg_key>a</arg_key>\n<arg_value>3</arg_value>"}

@@ -255,6 +255,7 @@ CASES = [
         "So.",
         wrote(n=1),
     ),
+    Case("an escape that Python lacks", "llama4", r"[write(path='\d+')]", "", wrote(path=r"\d+")),
     Case("a computed value", "llama4", "[write(n=1 + f())]", "[write(n=1 + f())]"),
     Case("without a key", "llama4", "[write('a')]", "[write('a')]"),
     Case("nobody's call in Python", "llama4", "[erase()]", "[erase()]"),
