@@ -136,6 +136,7 @@ def serve(
 async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
     with uncollected():
         from paramserver.daemon.process import open_credentials, serve
+        from paramserver.memory.orphans import size_of
 
     credentials = open_credentials(config)  # before an etcd of its own starts
     if not config.etcd and (config.etcd_access.etcd_cacert or config.etcd_access.etcd_user):
@@ -144,7 +145,9 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
         await serve(config, credentials, lambda addresses: _ready(ready_file, {**addresses, "etcd": config.etcd}))
         return
     # Beside the pool, and kept: with a new etcd versions would begin at 1 again, below those that engines serve.
-    async with LocalEtcd(data_dir=own_etcd_dir(config.pool_dir.resolve()), forget=config.forget) as etcd:
+    pool_dir = config.pool_dir.resolve()
+    etcd_dir = own_etcd_dir(pool_dir)
+    async with LocalEtcd(data_dir=etcd_dir, forget=config.forget) as etcd:
         config = dataclasses.replace(config, etcd=etcd.endpoint)
         keeping = asyncio.create_task(etcd.keep())
 
@@ -157,6 +160,13 @@ async def _serve(config: RelayConfig, ready_file: Path | None) -> None:
         finally:
             keeping.cancel()
             await asyncio.wait([keeping])
+    if not config.forget:
+        logging.getLogger(__name__).info(
+            "%s of its etcd stay in %s, so that numbers go on: `paramserver clear --pool-dir %s` gives them back",
+            show_bytes(size_of(etcd_dir)),
+            etcd_dir,
+            pool_dir,
+        )
 
 
 @cli.command()

@@ -36,7 +36,7 @@ def orphans(parent: Path) -> list[Orphan]:
     for name in sorted({name.removesuffix(OWN_ETCD) for name in names}):
         directory = parent / name
         both = [path for path in (directory, own_etcd_dir(directory)) if (path / LOCK).exists()]
-        if not any(_held(path / LOCK) for path in both) and (size := sum(map(_size_of, both))):
+        if not any(_held(path / LOCK) for path in both) and (size := sum(map(size_of, both))):
             found.append(Orphan(directory, size))
     return found
 
@@ -62,7 +62,7 @@ def clear(directory: Path) -> int:
                 locks.callback(os.close, lock_directory(path, "--pool-dir"))
             except Conflict as error:
                 raise Conflict(f"{path} is in use: its relay runs", hint="stop that one first") from error
-        freed = sum(map(_size_of, there))
+        freed = sum(map(size_of, there))
         for path in there:
             _remove(path)
     return freed
@@ -82,7 +82,8 @@ def _remove(directory: Path) -> None:
         directory.rmdir()
 
 
-def _size_of(directory: Path) -> int:
+def size_of(directory: Path) -> int:
+    """The memory, or the room on a disk, that a directory's files take."""
     return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
 

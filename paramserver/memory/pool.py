@@ -263,11 +263,12 @@ class Pool:
     def preallocate(self) -> None:
         """Allocates and touches the whole pool. Raises OutOfCapacity when the file system has less."""
         found = os.statvfs(self.directory)
-        new_bytes = self.pool_bytes - self._used_bytes()
-        if new_bytes > found.f_bavail * found.f_frsize:  # refused before other processes lose their memory to the try
-            wanted, free = show_apart(new_bytes, found.f_bavail * found.f_frsize)
+        used_bytes = self._used_bytes()
+        new_bytes, room_bytes = self.pool_bytes - used_bytes, found.f_bavail * found.f_frsize + used_bytes
+        if self.pool_bytes > room_bytes:  # refused before other processes lose their memory to the try
+            wanted, room = show_apart(self.pool_bytes, room_bytes)
             raise OutOfCapacity(
-                f"a pool of {show_bytes(self.pool_bytes)} wants {wanted}, {self.directory} has room for {free}",
+                f"a pool of {wanted}, {self.directory} has room for {room}",
                 hint=clear_hint(self.directory.parent) or "lower --pool-bytes, or point --pool-dir at a larger tmpfs",
             )
         blank = self.pool_bytes // max(NUM_BLANKS, -(-self.pool_bytes // BLANK_BYTES_MAX))
@@ -530,17 +531,20 @@ class Pool:
         return self.pool_bytes - self._used_bytes() - self._quarantined_bytes() - self._promised_bytes()
 
     def _spare_descriptors(self) -> int:
-        """How many files more may be in use: the relay has one descriptor for each."""
+        """How many files more may be promised: the relay has one descriptor for each."""
+        return self._unused_descriptors() - sum(len(allotment.missing()) for allotment in self._promised)
+
+    def _unused_descriptors(self) -> int:
+        """How many files may be open besides those in use and in quarantine."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if limit == resource.RLIM_INFINITY:
             return sys.maxsize
-        missing = sum(len(allotment.missing()) for allotment in self._promised)
-        return limit - DESCRIPTORS_KEPT - len(self._used) - len(self._quarantined) - missing
+        return limit - DESCRIPTORS_KEPT - len(self._used) - len(self._quarantined)
 
     def _too_many_free(self) -> list[PoolFile]:
         """Free files, the smallest first, that have to go before one more file is opened; taken off the free ones."""
-        spare = self._spare_descriptors() + sum(len(allotment.missing()) for allotment in self._promised)
-        going = sorted(self._free, key=lambda file: file.size_bytes)[: max(0, len(self._free) + 1 - spare)]
+        excess = max(0, len(self._free) + 1 - self._unused_descriptors())
+        going = sorted(self._free, key=lambda file: file.size_bytes)[:excess]
         self._free = [file for file in self._free if file not in going]
         return going
 

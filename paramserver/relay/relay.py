@@ -77,12 +77,12 @@ class Relay:
             case VersionFact(model, version, record):
                 self._reconciler.record(model, version, record)
             case HolderFact(model, version, relay, present, holding):
-                self._models.of(model).holder(version, relay, present=present)
+                self._models.of(model).holder(version, relay, present=present and not self._is_dropped(model, version))
                 if holding is not None and holding.rate_bytes_s:
                     hop = Hop(version, holding.upstream, relay, holding.rate_bytes_s, holding.rtt_s, holding.transport)
                     self._models.stragglers(model).observe(hop)
             case SpilledFact(model, version, relay, present):
-                self._models.of(model).spilled(version, relay, present=present)
+                self._models.of(model).spilled(version, relay, present=present and not self._is_dropped(model, version))
             case SkippedFact(model, number):
                 self._models.of(model).skip_to(number)
             case DroppedFact(model, number):
@@ -92,6 +92,10 @@ class Relay:
             case MemberFact(name, member):
                 log.info("relay %s %s", name, "joined" if member else "left")
                 self._models.forget_relays_that_left()
+
+    def _is_dropped(self, model: str, version: int) -> bool:
+        """A copy of such a version is on its way out, and nothing else would be left of its model."""
+        return version < self._view.dropped.get(model, 0)
 
     async def housekeep(self) -> None:
         """Pins that lapse, versions that retire, quarantine that clears, fetches that may go better now."""

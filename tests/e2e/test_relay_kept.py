@@ -103,8 +103,12 @@ async def test_what_was_dropped_while_a_relay_was_down_does_not_come_back(relays
         assert await relay.drop(MODEL) == [1]
     again = relays.start("b", "--pool-dir", str(pool), "--spill", str(tmp_path / "b"))
     async with client(again) as relay:
-        status = await relay.status()
-        assert (status.models, status.notices) == ((), ())
+
+        async def forgotten() -> bool:
+            return not (await relay.status()).models
+
+        await until(forgotten, "it knows no model")
+        assert (await relay.status()).notices == ()
     assert not list(pool.rglob(FILE))
 
 
