@@ -118,7 +118,9 @@ class SessionMade(msgspec.Struct):
 
 
 class SessionAnswer(msgspec.Struct, kw_only=True):
-    """`version_pinned`: whether relays keep its version for it; null for a session that accepts others, too."""
+    """`version_pinned`: whether relays keep its version for it; null for a session that accepts others, too. `tokens`:
+    all of the path to the turn that ended last, prompts included; `sampled_tokens`: what was sampled in all turns, in
+    every branch. So either may be the larger."""
 
     session_id: str
     group_id: str

@@ -49,7 +49,8 @@ class Finish(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that has ended with a reward. `stored`: it is in the experience buffer."""
+    """A session that has ended with a reward. `stored`: it is in the experience buffer. `tokens`: all of the path to
+    the turn that ended last, prompts included; `sampled_tokens`: what was sampled in all turns, in every branch."""
 
     session_id: str
     reward: float

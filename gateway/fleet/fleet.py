@@ -55,6 +55,7 @@ FAULTS: frozenset[CutReason] = frozenset({"protocol", "server_error", "early_end
 class FleetStatistics:
     refreshes: int
     refresh_failures: int
+    last_refresh_failure_unix_s: float
     refreshes_unchanged: int
     queued: int
     waiting_for: Mapping[str, int]
@@ -351,6 +352,7 @@ class Fleet:
         return FleetStatistics(
             self._refresher.refreshes,
             self._refresher.failures,
+            self._refresher.last_failure_unix_s,
             self._refresher.unchanged,
             self.places.queued,
             self.places.reasons(),

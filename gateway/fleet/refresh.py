@@ -72,6 +72,7 @@ class Refresher:
         self._tracer = tracer
         self.refreshes = 0
         self.failures = 0
+        self.last_failure_unix_s = 0.0
         self.unchanged = 0  # loads of another version after which an engine computed exactly what it did before
         self._probes = probes
         self._model, self._relays, self._evidence = model, relays, evidence
@@ -257,6 +258,7 @@ class Refresher:
             handle.refresh_failures = 0
         handle.refresh_failures += 1
         self.failures += 1
+        self.last_failure_unix_s = unix_s()
         wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** (handle.refresh_failures - 1))
         state = handle.state
         load_failed(state, decision, str(error), by_engine=isinstance(error, EngineFailed))

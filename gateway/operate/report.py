@@ -99,15 +99,18 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class AllCounters(Counters):
-    """`refreshes_unchanged`: of loads after which an engine computed exactly what it did before."""
+    """`last_refresh_failure_unix_s`: 0 where none failed. `refreshes_unchanged`: of loads after which an engine
+    computed exactly what it did before."""
 
     refreshes: int
     refresh_failures: int
+    last_refresh_failure_unix_s: float
     refreshes_unchanged: int
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
-    """`waiting_for`: why turns are queued, and how many for each reason."""
+    """`running_turns`: turns in flight; those that are `queued`, for want of an engine, are among them. `waiting_for`:
+    why turns are queued, and how many for each reason."""
 
     live: int
     running_turns: int

@@ -136,6 +136,7 @@ class GatewayStatus:
                 **asdict(sessions.counters),
                 refreshes=statistics.refreshes,
                 refresh_failures=statistics.refresh_failures,
+                last_refresh_failure_unix_s=statistics.last_refresh_failure_unix_s,
                 refreshes_unchanged=statistics.refreshes_unchanged,
             ),
             relayed_text=None if self._text_proxy is None else self._text_proxy.statistics(),

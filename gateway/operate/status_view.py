@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,13 +30,34 @@ def _head(status: Mapping[str, Any]) -> Sequence[str]:
     return (
         f"model {status['model']}, mode {status['mode']}: newest version {status['newest_version']}, "
         f"the trainer's {status['trainer_version']}",
-        f"sessions {sessions['live']}, turns running {sessions['running_turns']}, waiting {sessions['queued']}; "
+        f"sessions {sessions['live']}, turns on engines {turns_on(status['engines'])}, waiting {sessions['queued']}; "
         f"{status['tokens_per_s']:.0f} tokens/s",
         f"turns ended {counters['turns_completed']}, cut {counters['turns_cut']}, resumed {counters['turns_resumed']}, "
-        f"lost {counters['turns_lost']}; moves {counters['moves']}, refreshes {counters['refreshes']}",
+        f"lost {counters['turns_lost']}{_version_lost(counters)}; moves {counters['moves']}, refreshes "
+        f"{counters['refreshes']}{_failed(counters)}",
         f"buffer {buffer['trajectories']} trajectories, leased {buffer['leased']}{_evicted(buffer)}",
         *_prompt_pool(status.get("prompt_pool")),
         *_access(status.get("access")),
+    )
+
+
+def turns_on(engines: Sequence[Mapping[str, Any]]) -> int:
+    """Turns that have a place: those that wait for one are counted apart."""
+    return sum(engine["running"] for engine in engines)
+
+
+def _version_lost(counters: Mapping[str, Any]) -> str:
+    ended = counters.get("turns_version_lost", 0)
+    return f", ended with their version {ended}" if ended else ""
+
+
+def _failed(counters: Mapping[str, Any]) -> str:
+    """Since the start: what ails an engine now stands among the warnings."""
+    if not (failures := counters["refresh_failures"]):
+        return ""
+    last = counters.get("last_refresh_failure_unix_s", 0.0)
+    return (
+        f", failed {failures}{time.strftime(', the last at %Y-%m-%d %H:%M:%S', time.localtime(last)) if last else ''}"
     )
 
 
@@ -118,14 +140,14 @@ def warnings_of(status: Mapping[str, Any]) -> Sequence[str]:
     bounds = status.get("bounds") or {}
     if refused := bounds.get("refused_connections"):
         found.append(
-            f"{refused} connections were refused: {bounds['connections']} are open, {bounds['strangers']} of them "
-            "without a key (--connections-max, --connections-per-address)"
+            f"{refused} connections were refused since the start: {bounds['connections']} are open, "
+            f"{bounds['strangers']} of them without a key (--connections-max, --connections-per-address)"
         )
     if refused := bounds.get("refused_by_key"):
         most = ", ".join(f"{name} {of['sessions']}/{of['turns']}" for name, of in [*bounds["holders"].items()][:4])
         found.append(
-            f"{refused} sessions and turns were refused by --sessions-per-key and --turns-per-key; sessions/turns now: "
-            f"{most or 'none'}"
+            f"{refused} sessions and turns were refused since the start by --sessions-per-key and --turns-per-key; "
+            f"sessions/turns now: {most or 'none'}"
         )
     admission = status["admission"]
     if admission["full"]:
@@ -163,16 +185,12 @@ def warnings_of(status: Mapping[str, Any]) -> Sequence[str]:
         found.append("no engine serves: new turns wait, then get 429")
     elif not any(e["intake"] == "open" for e in status["engines"]):
         found.append("no engine takes new sessions: their turns wait, then get 429")
-    if status["counters"]["version_mismatches"]:
-        found.append(f"{status['counters']['version_mismatches']} turns were contradicted by their engines' versions")
+    if mismatches := status["counters"]["version_mismatches"]:
+        found.append(f"{mismatches} turns since the start were contradicted by their engines' versions")
     if len(dtypes := sorted({e["dtype"] for e in engines if e["dtype"]})) > 1:
         each = ", ".join(f"{e['name']} in {e['dtype']}" for e in engines if e["dtype"])
         found.append(f"engines compute in {' and '.join(dtypes)} ({each}): greedy turns that move between them change")
     if unseeded := status["counters"].get("turns_unseeded"):
         where = ", ".join(e["name"] for e in engines if not e.get("seeds", True)) or "engines that are gone"
         found.append(f"{unseeded} times a turn's seed was ignored, on {where}: such a segment's record has no seed")
-    if failures := status["counters"]["refresh_failures"]:
-        seen = any(e["last_error"] for e in status["engines"])
-        where = "see each engine's last error, and the log" if seen else "all of them were made good since; see the log"
-        found.append(f"{failures} loads of a version failed: {where}")
     return found

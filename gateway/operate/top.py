@@ -17,7 +17,7 @@ from rich.text import Text
 
 from gateway.core.phases import PHASES
 from gateway.operate.feed_reader import Seen, frames
-from gateway.operate.status_view import engines_table, warnings_of
+from gateway.operate.status_view import engines_table, turns_on, warnings_of
 from protos import terminal
 from protos.errors import LaminarError, Unavailable
 from protos.terminal import PIPE_COLUMNS, add_row, line
@@ -108,8 +108,8 @@ def _head(seen: Seen, status: Mapping[str, Any], away: str) -> Iterator[Text]:
     if away:
         yield line(f"no connection: {away}; this is of {clock}, trying again", "bold red")
     yield line(
-        f"{status['tokens_per_s']:.0f} tokens/s; sessions {sessions['live']}, turns running "
-        f"{sessions['running_turns']}, waiting {sessions['queued']}; buffer {buffer['trajectories']}, leased "
+        f"{status['tokens_per_s']:.0f} tokens/s; sessions {sessions['live']}, turns on engines "
+        f"{turns_on(status['engines'])}, waiting {sessions['queued']}; buffer {buffer['trajectories']}, leased "
         f"{buffer['leased']}; staleness of tokens {_mean(status['staleness']['generation'])}"
     )
     admission = status["admission"]

@@ -24,7 +24,18 @@ class Counters:
         Count, Meta(description="Places that turns got on another engine, or again on theirs, after a cut.")
     ] = 0
     turns_lost: Annotated[
-        Count, Meta(description="Turns that failed after their begin: their clients got an error.")
+        Count,
+        Meta(
+            description="Turns that failed after their begin: their clients got an error. Not those that their "
+            "session's policy ended (`turns_version_lost`)."
+        ),
+    ] = 0
+    turns_version_lost: Annotated[
+        Count,
+        Meta(
+            description="Turns that ended with a 410: no engine serves their session's version, and its "
+            "`on_version_loss` takes no other."
+        ),
     ] = 0
     turns_aborted: Annotated[
         Count, Meta(description="Turns that ended because their client left or their session ended.")

@@ -376,13 +376,13 @@ class RunningTurn:
             await self._drop("lost", error)
 
     def _readers_error(self, error: LaminarError) -> LaminarError:
-        """The error that readers get: a turn that has begun is lost, whatever the reason."""
+        """The error that readers get: a turn that has begun is lost, unless its session's own policy ended it."""
         if isinstance(error, OutOfCapacity) and (self.record.token_ids or self.audience.has_started):
             return self._driver.lost(f"no engine for its rest: {error.message}")
         if isinstance(error, RequestRefused) and self.record.token_ids:
             return self._driver.lost(f"its rest was refused: {error.message}")
-        if isinstance(error, VersionLost):  # by its session's policy; it counts as lost all the same
-            self._owner.counters.turns_lost += 1
+        if isinstance(error, VersionLost):
+            self._owner.counters.turns_version_lost += 1
         return error
 
     # -- ends

@@ -374,7 +374,7 @@ def _check(world: World, requests: list[Request], pool: PartialResponsePool) -> 
         if request.answer is None or len(request.answer) != request.choices:
             wrong.append(f"request {request.number} got {request.answer}")
     counters = world.sessions.counters
-    ended = counters.turns_completed + counters.turns_lost + counters.turns_aborted
+    ended = counters.turns_completed + counters.turns_lost + counters.turns_version_lost + counters.turns_aborted
     if (
         world.engine.streaming
         or world.sessions.running

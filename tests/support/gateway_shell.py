@@ -143,4 +143,6 @@ def check_at_rest(shell: Shell) -> None:
     assert {name: list(e.turns) for name, e in shell.fleet.state.engines.items() if e.turns} == {}
     assert not shell.sessions.running
     assert shell.pool.statistics().in_flight == 0
-    assert counters.turns_started == counters.turns_completed + counters.turns_lost + counters.turns_aborted
+    assert counters.turns_started == sum(
+        (counters.turns_completed, counters.turns_lost, counters.turns_version_lost, counters.turns_aborted)
+    )

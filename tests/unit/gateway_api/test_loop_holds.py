@@ -118,6 +118,9 @@ async def test_what_is_shown_of_many_branches_is_what_is_shown_of_few(
     live = found.sessions.live.find("s")  # type: ignore[arg-type]
     assert live is not None
     with_branches(live, prompt_tokens=3, sampled=2)
+    async with http.get("/sessions/s") as answer:
+        told = await answer.json()
+    assert (told["tokens"], told["sampled_tokens"]) == (9, 2 * (BRANCHES + 1)), "of the newest path, and of all turns"
 
     async def shown(*, msgpack: bool = False) -> Any:
         if live.phase == "live":

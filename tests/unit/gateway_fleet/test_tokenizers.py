@@ -88,6 +88,9 @@ async def test_turns_that_wait_for_the_trainer_are_told_with_what_they_wait_for(
             "1 turns wait: 1 running and 0 buffered trajectories reach the bound of 1"
             in (await status(found.url)).output
         )
+        counts = (await get(http, "/status"))["sessions"]
+        assert (counts["running_turns"], counts["queued"]) == (1, 1), "all in flight, and those of them that wait"
+        assert "turns on engines 0, waiting 1" in (await status(found.url)).output, "each is counted once"
         asking.cancel()
         await asyncio.wait([asking])
 
@@ -103,6 +106,8 @@ async def test_an_engine_that_waits_for_its_relays_word_says_so(tmp_path: Path) 
 async def test_loads_that_were_made_good_are_not_called_errors(tmp_path: Path) -> None:
     e0 = ScriptedEngine("e0")
     async with e0, gateway(tmp_path, e0) as (found, _):
-        found.fleet._refresher.failures = 15
-        told = (await status(found.url)).output
-        assert "15 loads of a version failed: all of them were made good since; see the log" in told
+        assert "failed" not in (await status(found.url)).output
+        found.fleet._refresher.failures, found.fleet._refresher.last_failure_unix_s = 15, 1e9
+        _, *rest = (await status(found.url)).output.split("refreshes 0, failed 15, the last at 2001-09-")
+        assert len(rest) == 1
+        assert "failed" not in rest[0], "it is no warning"

@@ -32,7 +32,7 @@ async def test_once_it_prints_the_gateway_as_it_is(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     lines = told.output.splitlines()
     assert lines[0].startswith("Laminar policy, mode repack, version 0 (the trainer's 0), ")
-    assert "sessions 1, turns running 0, waiting 0" in told.output
+    assert "sessions 1, turns on engines 0, waiting 0" in told.output
     assert any(line.startswith("tool") and line.endswith(" 1") for line in lines)
     assert any(line.startswith("v0") and line.endswith("1 engines, 0 turns") for line in lines), "none that is gone"
     assert any(line.startswith("! gone") and "127.0.0.1:9" in line for line in lines)

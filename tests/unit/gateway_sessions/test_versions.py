@@ -67,6 +67,8 @@ async def test_a_strict_session_whose_version_is_retired_is_told_so_and_the_engi
         holder.versions.remove(1)
         with pytest.raises(VersionLost, match="no engine serves version 1, and no relay holds it any more"):
             await read(found.run(session))
+        counters = found.sessions.counters
+        assert (counters.turns_lost, counters.turns_version_lost) == (0, 1), "its own policy ended it"
         assert (e0.version, found.status(e0)) == ("2", "serving")
         run = found.run()
         check_whole(run, await read(run))

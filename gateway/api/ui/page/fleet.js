@@ -20,7 +20,7 @@ export function meanOf(histogram) {
 
 const TILES = [
   ["Tokens per second", (t) => t.field("tokens_per_s"), short, (t) => `${short(t.field("counters").tokens_generated)} since the start`],
-  ["Live sessions", (t) => t.field("sessions").live, count, (t) => `${count(t.field("sessions").running_turns)} run, ${count(t.field("sessions").queued)} wait`],
+  ["Live sessions", (t) => t.field("sessions").live, count, (t) => `${count(sum([...t.rows("engines").values()], (engine) => engine.running))} turns run, ${count(t.field("sessions").queued)} wait`],
   ["Engines serving", (t) => [...t.rows("engines").values()].filter(serves).length, count, (t) => `of ${count(t.rows("engines").size)}`],
   ["Newest version", (t) => t.field("newest_version"), count, (t) => `the trainer's is ${count(t.field("trainer_version"))}`],
   ["Staleness of tokens", (t) => meanOf(t.field("staleness").generation), (x) => (x === null ? "–" : x.toFixed(2)), () => "versions, mean"],

@@ -132,7 +132,7 @@ function facts(id, state, phase, trajectory) {
   if (trajectory && !state?.turns) rows.push(["turns", trajectory.turns], ["tokens", count(trajectory.token_ids.length)]);
   if (state?.turns !== undefined) {
     rows.push(["engine", state.engine ?? "none yet"], ["version", state.version ?? "none yet"], ["turns", `${count(state.turns)}, ${count(state.running)} running`]);
-    rows.push(["tokens", `${count(state.tokens)}, ${count(state.sampled_tokens)} sampled`], ["moves", count(state.moves)], ["group", `${state.group_id}, sample ${state.sample_index}`]);
+    rows.push(["tokens of the newest path", count(state.tokens)], ["sampled in all turns", count(state.sampled_tokens)], ["moves", count(state.moves)], ["group", `${state.group_id}, sample ${state.sample_index}`]);
     if (state.parent_session_id) rows.push(["parent", state.parent_session_id]);
     if (state.children.length) rows.push(["waits for children", state.children.join(", ")]);
     if (state.last_dropped) rows.push(["last dropped", state.last_dropped]);
