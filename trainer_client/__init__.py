@@ -1,9 +1,13 @@
-"""The trainer's SDK: publishes weights and reads experience, with synchronous and asyncio clients.
+"""The SDK: publishes weights, reads experience and plays sessions, with synchronous and asyncio clients.
 
 with Publisher("127.0.0.1:7070") as publisher, ExperienceReader("http://127.0.0.1:8080") as reader:
     for step, batch in enumerate(reader.batches(groups=4, group_size=8)):
         train(batch.pack().torch())
         reader.trainer_version = publisher.publish(model.state_dict(), step=step).version
+
+with Sessions("http://127.0.0.1:8080") as sessions, sessions.open(group_id="task-17", group_size=8) as session:
+    answer = session.openai.chat.completions.create(model="policy", messages=[...])
+    session.finish(1.0)
 """
 
 from paramserver.client import RefusedLoad, SealedVersion, VersionLabels
