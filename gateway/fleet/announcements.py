@@ -2,9 +2,9 @@
 
 Invariants:
 - a version that is not known yet is waited for, up to `WAIT_S`: a trainer samples as soon as its tensors are copied,
-  before its version is sealed and has come to a relay. What is sealed, or on its way to a relay, counts as announced;
-- while no relay answers, nothing is said against a version: who asked decides without them. A gateway that has just
-  started waits for their first answer before that.
+  before its version is sealed and has come to a relay. What was given a number counts as announced, also if it is lost;
+- while no relay answers, or none reaches its registry, nothing is said against a version: who asked decides without
+  them. A gateway that has just started waits for their first answer before that.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What relays say now: the newest version of the model that is sealed or on its way, and the other models there."""
+    """What relays say now: the newest version of the model that was announced, sealed or not, and the other models
+    there. `certain`: one of them reaches its registry, so that it knows of every announcement."""
 
     newest: Version = NO_VERSION
     others: Sequence[str] = ()
+    certain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Announcements:
                 return Heard("nobody")
             remaining_s = deadline - loop.time()
             if remaining_s <= 0:
-                return Heard("unknown", looked.others)
+                return Heard("unknown", looked.others) if looked.certain else Heard("nobody")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(LOOK_S, remaining_s)):
                     await changed.wait()

@@ -113,9 +113,15 @@ class Relays:
         found = await asyncio.gather(*map(self._status, self.answering()[:LOOKED_AT_MAX]))
         models = [model for status in found if status is not None for model in status.models]
         coming = [one.version for status in found if status is not None for one in status.transfers if self._ours(one)]
-        sealed = [model.newest_sealed or NO_VERSION for model in models if self._ours(model)]
+        given = [
+            max(model.newest_announced, model.newest_sealed or NO_VERSION) for model in models if self._ours(model)
+        ]
         others = sorted({model.model for model in models if not self._ours(model) and model.newest_sealed})
-        return Looked(Version(max(filter(can_be, [*coming, *sealed]), default=NO_VERSION)), others)
+        return Looked(
+            Version(max(filter(can_be, [*coming, *given]), default=NO_VERSION)),
+            others,
+            certain=any(s.registry_reachable for s in found if s),
+        )
 
     def _ours(self, of: ModelStatus | TransferStatus) -> bool:
         return of.model == self._model

@@ -124,7 +124,8 @@ class HopStatus:
 class ModelStatus:
     """One model at one relay: its master, the chain of the newest plan, the versions held there.
 
-    `sealed` are those of `versions`; a relay of an earlier release does not send them.
+    `sealed` are those of `versions`; a relay of an earlier release does not send them. `newest_announced`: the highest
+    number given, sealed or not; 0 of an earlier release, too.
     """
 
     model: str
@@ -138,6 +139,7 @@ class ModelStatus:
     hops: tuple[HopStatus, ...]
     refused_loads: tuple[RefusedLoad, ...] = ()
     sealed: tuple[SealedVersion, ...] = ()
+    newest_announced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,6 +562,7 @@ def _model_status(model: pb.ModelStatus) -> ModelStatus:
         ),
         refused_loads=refused_loads(model.refused_loads),
         sealed=tuple(map(_sealed, model.sealed)),
+        newest_announced=model.newest_announced,
     )
 
 

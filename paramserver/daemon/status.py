@@ -87,6 +87,7 @@ class StatusReport:
             chain=plan.order if plan else (),
             versions=[record.version for record in shown],
             newest_sealed=versions.newest_sealed if versions else None,
+            newest_announced=versions.newest_known if versions else 0,
             plan_reason=plan.reason if plan else "",
             hops=self._hops(model, plan.order if plan else (), versions),
             refused_loads=self.refused_loads(model),

@@ -62,6 +62,7 @@ class FakeRelay(pb_grpc.RelayServicer):
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:  # noqa: N802
         models = {MODEL: max(self.versions, default=0), **self.others}
         return pb.StatusReply(
+            registry_reachable=True,
             models=[pb.ModelStatus(model=name, newest_sealed=newest) for name, newest in models.items() if newest],
             transfers=[pb.TransferStatus(model=MODEL, version=self.coming)] if self.coming else [],
         )

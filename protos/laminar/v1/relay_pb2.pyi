@@ -630,6 +630,7 @@ class ModelStatus(_message.Message):
     HOPS_FIELD_NUMBER: _builtins.int
     REFUSED_LOADS_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
+    NEWEST_ANNOUNCED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     master: _builtins.str
     """name of the master relay; empty: none is elected"""
@@ -639,6 +640,8 @@ class ModelStatus(_message.Message):
     """that the registry knows of"""
     plan_reason: _builtins.str
     """why this order followed the one before"""
+    newest_announced: _builtins.int
+    """the highest number that the registry has given, sealed or not; 0: none"""
     @_builtins.property
     def epoch(self) -> Global___Epoch: ...
     @_builtins.property
@@ -675,10 +678,11 @@ class ModelStatus(_message.Message):
         hops: _abc.Iterable[Global___HopStatus] | None = ...,
         refused_loads: _abc.Iterable[Global___RefusedLoad] | None = ...,
         sealed: _abc.Iterable[Global___SealedVersion] | None = ...,
+        newest_announced: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "epoch", b"epoch", "newest_sealed", b"newest_sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "chain", b"chain", "epoch", b"epoch", "hops", b"hops", "master", b"master", "model", b"model", "newest_sealed", b"newest_sealed", "plan", b"plan", "plan_reason", b"plan_reason", "refused_loads", b"refused_loads", "sealed", b"sealed", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed", "chain", b"chain", "epoch", b"epoch", "hops", b"hops", "master", b"master", "model", b"model", "newest_announced", b"newest_announced", "newest_sealed", b"newest_sealed", "plan", b"plan", "plan_reason", b"plan_reason", "refused_loads", b"refused_loads", "sealed", b"sealed", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__newest_sealed: _TypeAlias = _typing.Literal["newest_sealed"]  # noqa: Y015
     _WhichOneofArgType__newest_sealed: _TypeAlias = _typing.Literal["_newest_sealed", b"_newest_sealed"]  # noqa: Y015

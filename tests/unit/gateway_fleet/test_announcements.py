@@ -19,7 +19,7 @@ class Relays:
 
     def __init__(self) -> None:
         self.watched = self.sealed = NO_VERSION
-        self.exists = self.answers = self.looks = True
+        self.exists = self.answers = self.looks = self.reaches_registry = True
         self.announcements = Announcements(self, lambda: self.watched)
 
     def addresses(self) -> list[str]:
@@ -30,7 +30,8 @@ class Relays:
 
     async def look(self) -> Looked:
         await asyncio.sleep(0.001)
-        return Looked(self.sealed, ["polciy"]) if self.looks else Looked()
+        certain = self.reaches_registry
+        return Looked(self.sealed, ["polciy"], certain) if self.looks else Looked(certain=certain)
 
     def watch(self, version: Version) -> None:
         self.watched = max(self.watched, version)
@@ -72,6 +73,8 @@ def test_what_no_relay_announces_is_unknown_after_the_wait_and_taken_while_none_
         began = loop.time()
         assert await relays.announcements.heard_of(Version(24)) == Heard("unknown", ["polciy"])
         assert WAIT_S <= loop.time() - began < WAIT_S + 1
+        relays.reaches_registry = False
+        assert await relays.announcements.heard_of(Version(24)) == Heard("nobody"), "its registry may know of it"
         relays.answers, began = False, loop.time()
         for version in (24, 13, 0):
             assert await relays.announcements.heard_of(Version(version)) == Heard("nobody")
