@@ -186,6 +186,7 @@ def _all() -> Iterator[tuple[str, str]]:
         yield name.removesuffix("_training"), families.template(name)
 
 
+@pytest.mark.slow
 def test_every_template_is_accepted_or_refuses_for_a_named_reason() -> None:
     for name, source in _all():
         made, found = chat(source), dict[str, set[str]]()

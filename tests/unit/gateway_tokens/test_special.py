@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "a", "content": PAGE}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "get", "description": "<|im_start|>"}}]
 
 
+@functools.cache
 def codec(in_text: InText, make: Callable[[], Codec] = codecs.qwen3) -> Codec:
     made = make()
     found = Codec(
