@@ -29,7 +29,8 @@ NUMPY_DTYPES: dict[str, str] = {
 """numpy dtype name to safetensors dtype."""
 
 
-FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+CAST = ("F64", "F32", "F16", "BF16")
+"""Floating-point dtypes that are cast, and those to cast to. Smaller ones are quantised: their scales lie elsewhere."""
 
 
 def unsupported_dtype(what: str, dtype: str, supported: Iterable[str]) -> InvalidRequest:
@@ -53,6 +54,6 @@ def dtype_name(what: str, dtype: object) -> str:
 def float_name(dtype: object) -> str:
     """safetensors' name of the dtype that floating-point tensors are to become."""
     found = dtype_name("dtype=", dtype)
-    if found not in FLOATS:
-        raise InvalidRequest(f"dtype={dtype} is no floating-point dtype", hint=f"one of {', '.join(FLOATS)}")
+    if found not in CAST:
+        raise InvalidRequest(f"dtype={dtype} is none that floats are cast to", hint=f"one of {', '.join(CAST)}")
     return found

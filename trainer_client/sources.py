@@ -17,7 +17,7 @@ import numpy as np
 
 from paramserver.client import DTYPES, TensorSource
 from protos.errors import InvalidRequest
-from trainer_client.dtypes import FLOATS, NUMPY_DTYPES, float_name, unsupported_dtype
+from trainer_client.dtypes import CAST, NUMPY_DTYPES, float_name, unsupported_dtype
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """A state dict, or pairs (name, tensor), of torch tensors or numpy arrays."""
@@ -178,7 +178,7 @@ def _numpy_source(name: str, array: np.ndarray[Any, Any], floats: str | None) ->
     if dtype is None:
         raise unsupported_dtype(f"tensor {name!r}", f"numpy {array.dtype.name}", NUMPY_DTYPES)
     native = array.dtype.newbyteorder("<")
-    if floats not in (None, dtype) and dtype in FLOATS:
+    if floats not in (None, dtype) and dtype in CAST:
         if floats not in _NUMPY_FLOATS:
             raise InvalidRequest(f"numpy cannot make {floats} of {name!r}", hint="pass torch tensors")
         dtype, native = floats, _NUMPY_FLOATS[floats]

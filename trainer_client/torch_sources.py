@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from paramserver.client import TensorSource
 from protos.errors import InvalidRequest
-from trainer_client.dtypes import unsupported_dtype
+from trainer_client.dtypes import CAST, unsupported_dtype
 
 TORCH_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -46,7 +46,7 @@ def source(name: str, tensor: torch.Tensor, floats: str | None = None) -> tuple[
     if dtype is None:
         raise unsupported_dtype(f"tensor {name!r}", str(tensor.dtype), map(str, TORCH_DTYPES))
     data = tensor.detach()
-    if floats not in (None, dtype) and data.is_floating_point():
+    if floats not in (None, dtype) and dtype in CAST:
         made = next(one for one, its in TORCH_DTYPES.items() if its == floats)
         return TensorSource(name, floats, tuple(data.shape), _reader(data, made)), identity(name, data)
     plain = data.device.type == "cpu" and data.is_contiguous() and not (data.is_neg() or data.is_conj())

@@ -51,7 +51,7 @@ def whole():
 
 FAULTS = {
     "convert": lambda: {"tensors": lambda: converted(gathered(net.state_dict()))},
-    "iterator": lambda: {"tensors": converted(whole())},
+    "plain": lambda: {"tensors": converted(whole())},
     "names": lambda: {"names": raise_here},
 }
 
@@ -67,6 +67,7 @@ def play_fault(scene):
             found = {"error": type(error).__name__, "message": str(error), "cause": type(error.__cause__).__name__}
         took_s = time.monotonic() - began
         dist.barrier()  # the ranks are in step, and may go on
+        found["newest"] = publisher.status().newest_sealed
     return found | {"took_s": took_s}
 
 def play(scene):
@@ -100,7 +101,7 @@ dist.destroy_process_group()
 """
 
 
-FAULTS = ("convert", "iterator", "names")
+FAULTS = ("convert", "plain", "names")
 """Where one rank raises an error that is none of ours."""
 
 
@@ -234,3 +235,4 @@ def test_whatever_one_rank_raises_every_rank_raises_and_may_go_on(played: dict[s
     assert (first["error"], second["error"]) == ("LaminarError", "LaminarError"), played[fault].both
     assert first["message"] == second["message"] == "rank 1 raised KeyError: 'no such expert'"
     assert (first["cause"], second["cause"]) == ("NoneType", "KeyError")
+    assert (first["newest"], second["newest"]) == (1, 1), "the first rank, which wrote all of it, has not committed"

@@ -158,7 +158,7 @@ def test_an_iterator_that_raises_ends_its_version_and_its_error_goes_through(rel
             publisher.publish_stream(metas, broken(), step=1)
         items = {"a": torch.ones(1), "b": torch.ones(1)}
         ticket = publisher.publish_stream(metas, items.items(), step=2, wait="sealed")
-        assert "came to nothing: LaminarError: the iterator raised ZeroDivisionError" in ticket.warnings[0]
+        assert "came to nothing: LaminarError: its publisher raised ZeroDivisionError" in ticket.warnings[0]
 
 
 class Scene:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ParamSpec
 
 import msgspec
@@ -98,6 +98,25 @@ class Agreement:
     def agreed(self, outcome: Outcome) -> Outcome:
         """See the function of that name."""
         return agreed(self._ranks, outcome)
+
+    def through(self, stages: Iterable[Callable[[], Outcome]], give_up: Callable[[LaminarError], object]) -> Outcome:
+        """What all ranks make of stages that each goes through, one after the other, until one fails.
+
+        `give_up` ends the version of this rank, if it has one. An error that comes out of a stage is of a collective:
+        the ranks are out of step, and only the caller knows how to get them out. It goes through at once.
+        """
+        found = Outcome()
+        try:
+            for stage in stages:
+                found = self.agreed(stage())
+                if found.code:
+                    break
+        except BaseException as error:
+            give_up(LaminarError(f"its publisher raised {type(error).__name__}: {error}"))
+            raise
+        if found.code and found.ticket is None:
+            give_up(found.error())
+        return found
 
     def can_leave(self, error: Exception) -> bool:
         """Whether the others come to the next exchange although this rank's iterator raised `error`: they have taken

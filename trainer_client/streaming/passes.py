@@ -4,8 +4,8 @@ Invariants:
 - tensors are taken on the caller's thread, one at a time, and let go before the next one is taken;
 - every rank takes every tensor of an iterator that was begun, whatever fails: taking one is a collective, and a rank
   that stopped would leave the others in it;
-- ranks agree twice, on what became of the announcement and of the writing: all return the same version, all begin
-  again together, or all raise the same error;
+- ranks agree on what became of the announcement, of the writing, and of the commit: all return the same version, all
+  begin again together, or all raise the same error, and then nothing is committed;
 - only ranks that write speak to a relay.
 
 An error that the iterator itself raises ends its version. All ranks raise it where the others still come to their
@@ -101,6 +101,8 @@ class Stream:
         self._manifest = Manifest(())
         self._published: Mapping[str, str | None] = {}
         self._part: Part | None = None
+        self._version: StreamedVersion | None = None  # until it is committed or given up
+        self._was_taken = False
         self._metas: dict[str, TensorMeta] = {}
         self._mine: frozenset[str] = frozenset()
 
@@ -108,7 +110,7 @@ class Stream:
         """The version's ticket, the same on every rank; raises the same error on every rank."""
         prepared = self._agree(self._agreement.tried(self._prepare))
         if (prepared.code or prepared.ticket is not None) and not callable(self._items):
-            self._write_all(None)
+            self._write_all()
         if prepared.code:
             raise self._agreement.error(prepared)
         if prepared.ticket is not None:
@@ -133,52 +135,41 @@ class Stream:
 
     def _pass(self) -> Outcome:
         """One announcement and one round through the tensors; what all ranks agree became of it."""
-        version, outcome = self._begin()
-        agreed = self._agree(outcome)
-        if agreed.code and version is not None:
-            self._loop.run(version.give_up(agreed.error()))
-            version = None
-        if not agreed.code or not callable(self._items):  # an iterator is drained even if nothing was opened
-            outcome = self._take_all(version)
-        return agreed if agreed.code else self._agree(outcome)
+        self._was_taken = False
+        found = self._agreement.through((self._begin, self._take_all, self._commit), self._give_up)
+        if not self._was_taken and not callable(self._items):  # an iterator is drained even if nothing was opened
+            self._write_all()
+        return found
 
-    def _begin(self) -> tuple[StreamedVersion | None, Outcome]:
+    def _begin(self) -> Outcome:
         if self._part is None:
-            return None, Outcome()
+            return Outcome()
         try:
-            return self._open(self._manifest, self._part), Outcome()
+            self._version = self._open(self._manifest, self._part)
         except Exception as error:  # noqa: BLE001  (raised by every rank)
             # It was tried at every master that there was.
-            return None, msgspec.structs.replace(self._agreement.failed(error), again=False)
+            return msgspec.structs.replace(self._agreement.failed(error), again=False)
+        return Outcome()
 
-    def _take_all(self, version: StreamedVersion | None) -> Outcome:
+    def _take_all(self) -> Outcome:
+        self._was_taken = True
         try:
-            outcome = self._write_all(version)
+            outcome = self._write_all()
         except Exception as error:
             if not self._agreement.can_leave(error):
-                self._give_up(version, error)
                 raise
             outcome = self._agreement.failed(error)
-        except BaseException as error:
-            self._give_up(version, error)
-            raise
-        if version is None:
-            return outcome
-        if not outcome.code:
-            outcome = self._agreement.tried(self._write_beside, version)
-        if not outcome.code:
-            outcome = self._commit(version)
-        if outcome.code and outcome.ticket is None:
-            outcome = Outcome.of(self._loop.run(version.give_up(outcome.error())))
-        return outcome
+        if self._version is not None and not outcome.code:
+            outcome = self._agreement.tried(self._write_beside, self._version)
+        return self._give_up(outcome.error()) if outcome.code else outcome
 
-    def _give_up(self, version: StreamedVersion | None, error: BaseException) -> None:
-        if version is not None:
-            self._loop.run(version.give_up(LaminarError(f"the iterator raised {type(error).__name__}: {error}")))
+    def _give_up(self, error: LaminarError) -> Outcome:
+        version, self._version = self._version, None
+        return Outcome.of(error if version is None else self._loop.run(version.give_up(error)))
 
-    def _write_all(self, version: StreamedVersion | None) -> Outcome:
+    def _write_all(self) -> Outcome:
         """Takes every tensor, and writes it; those after one that failed are let go."""
-        outcome = Outcome()
+        outcome, version = Outcome(), self._version
         num, newest = 0, ""
         try:
             for item in _iterated(self._items() if callable(self._items) else self._items):
@@ -233,11 +224,16 @@ class Stream:
             version.write_file(file.name, file.read())
         return Outcome()
 
-    def _commit(self, version: StreamedVersion) -> Outcome:
+    def _commit(self) -> Outcome:
+        """Every rank that writes commits its part, once all have written theirs."""
+        version = self._version
+        if version is None:
+            return Outcome()
         try:
             ticket = self._loop.run(version.commit())
         except Exception as error:  # noqa: BLE001  (raised by every rank)
-            return self._agreement.failed(error)
+            return self._give_up(self._agreement.failed(error).error())
+        self._version = None
         try:
             self._wait(ticket)
         except Exception as error:  # noqa: BLE001  (raised by every rank)

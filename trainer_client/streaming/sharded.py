@@ -118,23 +118,8 @@ class ShardedPublish:
     # ---- one version
 
     def _pass(self) -> Outcome:
-        """One announcement, and all rounds; what all ranks agree became of it.
-
-        An error that comes out of here is of a collective: the ranks are out of step, and only the caller knows how to
-        get them out. It goes through at once.
-        """
-        found = Outcome()
-        try:
-            for stage in (self._begin, self._write, self._commit):
-                found = self._agree(stage())
-                if found.code:
-                    break
-        except BaseException as error:
-            self._give_up(LaminarError(f"a rank raised {type(error).__name__}: {error}"))
-            raise
-        if found.code and found.ticket is None:
-            self._give_up(found.error())
-        return found
+        """One announcement, and all rounds; what all ranks agree became of it."""
+        return self._agreement.through((self._begin, self._write, self._commit), self._give_up)
 
     def _begin(self) -> Outcome:
         """Rank 0 announces; the others join when it has."""

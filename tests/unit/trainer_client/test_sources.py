@@ -114,7 +114,7 @@ def test_floats_are_cast_while_they_are_read_and_tied_ones_stay_tied() -> None:
     assert (w.dtype, bytes(w.read()), n.dtype) == ("F32", np.array([1 / 3], "<f4").tobytes(), "I64")
     with pytest.raises(InvalidRequest, match=r"numpy cannot make BF16 of 'w' .*torch"):
         sources_of(arrays, dtype=torch.bfloat16)
-    with pytest.raises(InvalidRequest, match=r"dtype=torch.int8 is no floating-point dtype"):
+    with pytest.raises(InvalidRequest, match=r"dtype=torch.int8 is none that floats are cast to"):
         sources_of(tensors, dtype=torch.int8)
     with pytest.raises(InvalidRequest, match="holds NaN"):
         sources_of({"w": torch.tensor([torch.nan])}, check_nan=True, dtype="BF16").tensors[0].read()
