@@ -81,7 +81,7 @@ class ToolCallParser:
             if self._scan is None:
                 opened = None if unfinished == UNFINISHED_MAX else syntax.opener.search(held, look)
                 if opened is None:
-                    end = len(held) if last else _decided(held, look, syntax)
+                    end = len(held) if last else _decided(held, at, syntax)
                     texts.append(held[at:end])
                     at = end
                     break

@@ -218,7 +218,8 @@ def _is_tool(name: str, tools: Tools) -> bool:
 class _Tagged:
     """`head`: the name, up to the first key or the end. `key`: from behind the gap to the value's first character.
 
-    `ends`: the marks that end the call. `ends_itself`: the last of them need not be there where the answer ends.
+    `begins`, `ends`: the marks that begin a call, up to its head, and those that end it. `ends_itself`: the last of
+    these need not be there where the answer ends.
     """
 
     head: re.Pattern[str]
@@ -227,6 +228,7 @@ class _Tagged:
     key_waits: re.Pattern[str]
     next_key: str
     close: str
+    begins: Sequence[str]
     ends: Sequence[str]
     ends_itself: bool
     lines: bool
@@ -315,8 +317,13 @@ class _TagScan:
             self._look_early = at + len(mark)
             if end != NOWHERE:
                 self._early = (at, end)
-        certain = last or (_follow(text, self._early[1], (OPEN,), False) or NOWHERE) > 0
-        return self._early if certain else None
+        return self._early if last or self._another_begins(text, self._early[1]) else None
+
+    def _another_begins(self, text: str, at: int) -> bool:
+        """Whether a call of the request's tools does: a value may have several calls that it only shows."""
+        behind = _follow(text, at, self._form.begins, False)
+        head = None if behind is None or behind == NOWHERE else self._form.head.match(text, behind)
+        return head is not None and _is_tool(head["name"], self._tools)
 
     def _take(self, value: str) -> None:
         assert self._key is not None
@@ -382,6 +389,7 @@ SYNTAX: Mapping[ToolFormat, Syntax] = {
                 _pattern(rf"(?:{_beginning(PARAMETER)}|{PARAMETER}[^<>\n]{{0,{NAME_MAX}}})\Z"),
                 next_key=PARAMETER,
                 close=END_PARAMETER,
+                begins=(OPEN, FUNCTION),
                 ends=(END_FUNCTION, CLOSE),
                 ends_itself=True,
                 lines=True,
@@ -401,6 +409,7 @@ SYNTAX: Mapping[ToolFormat, Syntax] = {
                 ),
                 next_key=ARG_KEY,
                 close=END_ARG_VALUE,
+                begins=(OPEN,),
                 ends=(CLOSE,),
                 ends_itself=False,
                 lines=False,

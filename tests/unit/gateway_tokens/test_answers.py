@@ -140,6 +140,14 @@ CASES = [
         wrote(text="}; {<|python_tag|>"),
     ),
     Case("in Llama 4's", "llama4", "[write(text=')], [read(')]", "", wrote(text=")], [read(")),
+    Case("calls in GLM's", "glm", glm(text="</tool_call>\n<tool_call>x"), "", wrote(text="</tool_call>\n<tool_call>x")),
+    Case(
+        "calls in XML",
+        "qwen_xml",
+        xml(text="</function>\n</tool_call>\n<tool_call>\n<function=x>"),
+        "",
+        wrote(text="</function>\n</tool_call>\n<tool_call>\n<function=x>"),
+    ),
     # code fences
     Case(
         "a fence in V3.1",
@@ -237,6 +245,7 @@ CASES = [
         wrote(path="a"),
     ),
     Case("before", "llama", 'I write.\n{"name": "write", "parameters": {"path": "a"}}', "I write.", wrote(path="a")),
+    Case("its tag twice", "llama", "So.<|python_tag|><|python_tag|>read.call()", "So.", [("read", {})]),
     Case("code", "llama", "int main() { return 0; }", "int main() { return 0; }"),
     # Llama 4's
     Case("a list", "llama4", "[write(path='a', n=-1), read()]", "", [*wrote(path="a", n=-1), ("read", {})]),
