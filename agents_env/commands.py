@@ -162,7 +162,7 @@ def nim_command(
 @_max_tokens(text_games.MAX_TOKENS)
 @run_options
 def textarena_command(options: Startable, game: str, opponent_version: int | None, max_tokens: int) -> None:
-    """One or two players: a game of the textarena library (`pip install 'laminar-rl[games]'`)."""
+    """One or two players: a game of the textarena library (extra `games`)."""
     try:
         environment = text_games.TextGames(game, version=opponent_version, max_tokens=max_tokens)
     except text_games.UnknownGame as error:

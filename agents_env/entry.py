@@ -9,5 +9,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == __package__:
             raise
-        raise SystemExit(f"Error: {error.name} is not installed: pip install 'laminar-rl[envs]'") from None
+        from protos.extras import install, lacking
+
+        names = lacking("envs") or [error.name]
+        raise SystemExit(f"Error: not installed: {', '.join(names)}; {install('envs')}") from None
     command()

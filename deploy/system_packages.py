@@ -98,8 +98,9 @@ def refusal(names: Sequence[str], has_apt: bool, is_root: bool) -> str:
             "(names may differ)."
         )
     if not is_root:
-        line = " && ".join("sudo " + " ".join(command) for command in apt_lines(names))
-        return f"installing needs root: run `sudo make system-packages`, or\n    {line}"
+        sudo = "sudo " if _has_command("sudo") else ""
+        line = " && ".join(sudo + " ".join(command) for command in apt_lines(names))
+        return f"installing needs root: run `{sudo}make system-packages`{'' if sudo else ' as root'}, or\n    {line}"
     return ""
 
 

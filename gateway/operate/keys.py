@@ -67,7 +67,7 @@ def new(role: Role, name: str) -> None:
 @role_argument
 @click.argument("name", required=False)
 def get(file: Path, role: Role, name: str | None) -> None:
-    """Prints the key of a ROLE, and of a NAME where the role has several: the newest one.
+    """Prints the newest key of a ROLE and a NAME; without NAME of that which `init` made, or of the only one.
 
     \b
       export LAMINAR_API_KEY=$(gateway keys get ./api-keys trainer)

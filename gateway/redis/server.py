@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from gateway.redis.address import RedisAddress
 from gateway.redis.durability import SETTINGS, check_role, check_settings, found_in_info
 from protos.errors import Conflict, InvalidRequest, LaminarError, Unavailable
+from protos.extras import install
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -314,7 +315,7 @@ def _client(address: RedisAddress) -> Redis:
     except ImportError as e:
         raise InvalidRequest(
             f"{address} needs the Python package `redis`, which is not installed",
-            hint="install it: pip install 'laminar-rl[redis]'",
+            hint=f"install it: {install('redis')}",
         ) from e
     pool = ConnectionPool(
         connection_class=SSLConnection if address.tls else Connection,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from protos.errors import LaminarError
+from protos.extras import install
 from protos.process import setup_logging
 from protos.terminal import Failed
 
@@ -68,7 +69,7 @@ def export(out: Path, store: str, force: bool, **wanted: Any) -> None:
       gateway export --store /data/gateway rollouts.parquet
       gateway export --store http://127.0.0.1:8080 rollouts.parquet
       python -c 'import pandas; print(pandas.read_parquet("rollouts.parquet"))'
-    docs/tables.md has the columns. Needs pyarrow: pip install 'laminar-rl[parquet]'.
+    docs/tables.md has the columns. Needs pyarrow, which the extra `parquet` brings.
     """
     setup_logging("warning")
     with _errors():
@@ -116,4 +117,4 @@ def _needing_pyarrow(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "pyarrow":
             raise
-        raise Failed("Parquet needs pyarrow: pip install 'laminar-rl[parquet]'") from error
+        raise Failed(f"Parquet needs pyarrow: {install('parquet')}") from error

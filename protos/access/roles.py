@@ -106,13 +106,15 @@ def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def newest_key(text: str, source: str, role: Role, name: str | None) -> str:
-    """The key of a role, and of a name where the role has several: of keys that replace each other the last one, since
-    new lines are added at the end. Raises InvalidRequest as `parse_keys` does, where there is none, and where the name
-    is needed."""
+    """The key of a role and a name: of keys that replace each other the last one, since new lines are added at the end.
+    Without a name it is that of the role's own name, which a new file has, or of the only name. Raises InvalidRequest
+    as `parse_keys` does, where there is none, and where the name is needed."""
     parse_keys(text, source)
     of_role = [(owner, key) for _, (of, owner, key) in _lines(text) if of == role]
     names = list(dict.fromkeys(owner for owner, _ in of_role))
     known = f"it has {', '.join(names)}" if names else f"`gateway keys new {role} NAME >> {source}` adds one"
+    if name is None and role in names:
+        name = role
     if name is None and len(names) > 1:
         raise InvalidRequest(f"{source} has keys of several names with the role {role}", hint=f"name one: {known}")
     found = [key for owner, key in of_role if name in (None, owner)]

@@ -12,6 +12,7 @@ import click
 from msgspec import Meta
 
 from protos.errors import InvalidRequest
+from protos.extras import install
 from protos.options import Flag
 from protos.telemetry.spans import Tracer
 
@@ -93,7 +94,7 @@ def start(config: TelemetryConfig, service: str, **names: str) -> Telemetry:
     except ImportError as error:
         raise InvalidRequest(
             f"--otlp (or OTEL_EXPORTER_OTLP_ENDPOINT) needs packages that are not installed: {error}",
-            hint="pip install 'laminar-rl[otlp]'",
+            hint=install("otlp"),
         ) from error
     export = Export(config.otlp, service, names)
     log.info("exporting to %s; %g of new traces are sampled", config.otlp, config.trace_ratio)

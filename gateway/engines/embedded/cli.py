@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import msgspec
@@ -18,15 +18,19 @@ from gateway.core.dtypes import SERVING, TRAINING, Choice, Dtype, table
 from gateway.engines.embedded.config import EngineConfig
 from protos.access.listening import check_listening, warn_insecure
 from protos.errors import LaminarError
+from protos.extras import install, lacking
 from protos.imports import uncollected
 from protos.options import LOG_LEVEL, PORT, config_from, config_options, log_format_option
 from protos.process import cannot_listen, setup_logging, write_ready_file
 from protos.telemetry import options as telemetry_options
 from protos.telemetry.options import Telemetry
+from protos.terminal import Failed
 
 log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 5.0
+OF_EXTRA = ("torch", "transformers", "safetensors")
+"""What the extra `engine` brings."""
 
 
 @click.command()
@@ -66,6 +70,16 @@ def engine(host: str, port: int, ready_file: Path | None, log_level: str, log_fo
     except LaminarError as e:
         log.error("%s", e)
         sys.exit(1)
+    except ModuleNotFoundError as e:
+        _without_extra(e)
+
+
+def _without_extra(error: ModuleNotFoundError) -> NoReturn:
+    """Ends the process for a package of the extra that is not installed; raises any other error."""
+    if (error.name or "").partition(".")[0] not in OF_EXTRA:
+        raise error
+    names = lacking("engine") or [error.name or ""]
+    raise Failed(f"the embedded engine needs {', '.join(names)}: {install('engine')}") from error
 
 
 @click.command()
@@ -94,6 +108,8 @@ def engine_dtype(model: Path | None, train: bool, as_json: bool) -> None:
     except LaminarError as e:
         click.echo(f"gateway engine-dtype: {e}", err=True)
         sys.exit(1)
+    except ModuleNotFoundError as e:
+        _without_extra(e)
     if as_json:
         click.echo(msgspec.json.encode(choice))
         return

@@ -42,6 +42,7 @@ from paramserver.data.nixl.process import (
 )
 from protos.decoding import decode_json
 from protos.errors import OutOfCapacity, Unavailable
+from protos.extras import install
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,6 @@ PROCESSES_MAX = 32  # processes of one relay; links beyond go over tcp
 START_TIMEOUT_S = 20.0
 MAP_TIMEOUT_S = 60.0  # an RDMA card takes a while to register a large version
 UNMAP_TIMEOUT_S = 5.0  # one that takes longer is killed, which unmaps too
-INSTALL = 'pip install "laminar-rl[nixl]"'
 
 _Answer = TypeVar("_Answer", Started, Mapped, Unmapped)
 
@@ -244,4 +244,4 @@ class NixlProcesses:
 def require() -> None:
     """Unavailable, with what to do, when the package is not there."""
     if not any(importlib.util.find_spec(name) for name in VARIANTS):
-        raise Unavailable("--transport nixl needs the package nixl, which is not installed", hint=INSTALL)
+        raise Unavailable("--transport nixl needs the package nixl, which is not installed", hint=install("nixl"))

@@ -22,8 +22,12 @@ def test_only_what_this_machine_lacks_is_asked_for():
     assert apt_lines(["unheard-of"])[-1] == ["apt-get", "install", "--yes", "--no-install-recommends", "unheard-of"]
 
 
-def test_a_user_without_root_is_given_the_line_with_sudo():
-    assert "sudo apt-get install --yes --no-install-recommends iptables" in refusal(["iptables"], True, is_root=False)
+@pytest.mark.parametrize("sudo", [True, False])
+def test_a_user_without_root_is_given_the_line_with_sudo_where_there_is_one(monkeypatch, sudo):
+    monkeypatch.setattr(system_packages, "_has_command", lambda name: sudo)
+    told = refusal(["iptables"], True, is_root=False)
+    assert "apt-get install --yes --no-install-recommends iptables" in told
+    assert ("sudo" in told) is sudo
     assert refusal(["iptables"], True, is_root=True) == ""
 
 

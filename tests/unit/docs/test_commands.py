@@ -62,6 +62,7 @@ OF_OTHERS = {
 INDENTED = {"docs/prompt-pool.md": 1}
 """Lines of code set in by four blanks. The curriculum's is a call of `tests/unit/trainer_client/test_tasks.py`."""
 UNNAMED = {
+    "README.md": "`make test-fleet` installs a wheel of the checkout so, with these extras, and runs what it brings",
     "docs/learning-curve.md": "a benchmark of 40 minutes; `tests/e2e/test_learning_bench.py` runs a small one",
     "docs/openenv.md": "`tests/openenv` runs both ways, in an environment of its own",
     "docs/prime-rl.md": "`tests/e2e/test_prime_rl.py` starts the server",

@@ -258,6 +258,17 @@ def test_a_new_file_has_a_key_of_each_role_for_its_user_alone_and_is_never_overw
     assert (nowhere.exit_code, "cannot write" in nowhere.output) == (1, True), nowhere.output
 
 
+def test_after_another_agents_key_was_added_the_first_one_is_still_found(tmp_path: Path) -> None:
+    """As docs/security.md shows it."""
+    path = tmp_path / "api-keys"
+    assert keys_command("init", path).exit_code == 0
+    first = keys_command("get", path, "agent").stdout
+    with path.open("a") as file:
+        file.write(keys_command("new", "agent", "runner-1").stdout)
+    assert keys_command("get", path, "agent").stdout == first
+    assert keys_command("get", path, "agent", "runner-1").stdout not in ("", first)
+
+
 def test_a_key_of_the_file_is_printed_alone_and_of_several_the_newest(tmp_path: Path) -> None:
     path = key_file(tmp_path)
     with path.open("a") as file:
