@@ -173,20 +173,31 @@ def answer_json(answer: object, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json", charset="utf-8")
 
 
-def json_pieces(outer: msgspec.Struct, items: Iterable[msgspec.Struct]) -> Iterator[bytes]:
-    """The JSON of `outer`, whose last field is an empty list, with the items in that list."""
-    begin, end = msgspec.json.encode(outer).rsplit(b"]", 1)
-    yield begin
+def json_pieces(outer: msgspec.Struct, field: str, items: Iterable[object]) -> Iterator[bytes]:
+    """The JSON of `outer`, whose `field` is an empty list, with the items in that list."""
+    name = msgspec.json.encode(field) + b":["  # which no text of another field has: quotes are escaped there
+    begin, end = msgspec.json.encode(outer).split(name + b"]", 1)
+    yield begin + name
     for number, item in enumerate(items):
         yield (b"," if number else b"") + msgspec.json.encode(item)
     yield b"]" + end
 
 
-def msgpack_pieces(outer: msgspec.Struct, num: int, items: Iterable[msgspec.Struct]) -> Iterator[bytes]:
-    """As `json_pieces`, of `num` items."""
+def msgpack_pieces(outer: msgspec.Struct, num: int, items: Iterable[object]) -> Iterator[bytes]:
+    """As `json_pieces`, of `num` items in the last field."""
     yield msgspec.msgpack.encode(outer)[:-1] + b"\xdd" + num.to_bytes(4, "big")
     for item in items:
         yield msgspec.msgpack.encode(item)
+
+
+def _some(pieces: Iterator[bytes]) -> bytes:
+    """The next ones, together."""
+    found: list[bytes] = []
+    size = 0
+    while size < _PIECE_BYTES and (piece := next(pieces, b"")):
+        found.append(piece)
+        size += len(piece)
+    return b"".join(found)
 
 
 async def answer_pieces(
@@ -200,7 +211,7 @@ async def answer_pieces(
     response = web.StreamResponse()
     response.content_type, response.charset = content_type, charset
     await response.prepare(request)
-    while piece := await asyncio.to_thread(next, pieces, b""):
+    while piece := await asyncio.to_thread(_some, pieces):
         await response.write(piece)
     await response.write_eof()
     return response

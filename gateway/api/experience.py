@@ -50,6 +50,8 @@ MSGPACK = "application/msgpack"
 TRAJECTORIES_MAX = 4096
 """In one answer: at a few KB to a few MB each, more would be better read in pieces."""
 USES_MAX = 1000
+ROWS_AT_ONCE = 64
+"""Rows in one answer, each with up to 64 tags of 4 KB; more are encoded beside the event loop."""
 DIGITS_MAX = 15
 READER_MAX = 256
 """Characters of a reader's name."""
@@ -357,20 +359,19 @@ class _Handlers:
         done = await self._deps.buffer.evict((await read(request, _evict)).session_ids)
         return answer_json(EvictAnswer(done.evicted, done.leased, done.missing))
 
-    async def rows(self, request: web.Request) -> web.Response:
+    async def rows(self, request: web.Request) -> web.StreamResponse:
         limit = min(_number("limit", request.query, TRAJECTORIES_MAX), TRAJECTORIES_MAX)
         leased = _number("leased", request.query, 0) > 0
         found = self._deps.buffer.offers(_number("after", request.query, 0), limit, leased=leased)
         _, closed = self._deps.buffer.groups()
-        return answer_json(
-            RowsAnswer(
-                found,
-                found[-1].seq if found and len(found) == limit else None,
-                {offer.group_id: closed[offer.group_id] for offer in found if offer.group_id in closed},
-                self._deps.model,
-                self._deps.vocabulary,
-            )
+        answer = RowsAnswer(
+            [],
+            found[-1].seq if found and len(found) == limit else None,
+            {offer.group_id: closed[offer.group_id] for offer in found if offer.group_id in closed},
+            self._deps.model,
+            self._deps.vocabulary,
         )
+        return await answer_pieces(request, json_pieces(answer, "rows", found), long=len(found) > ROWS_AT_ONCE)
 
     async def row(self, request: web.Request) -> web.StreamResponse:
         return await _answered(
@@ -443,7 +444,7 @@ async def _send_unpacked(request: web.Request, sampled: Sampled) -> web.StreamRe
     if MSGPACK in request.headers.get("Accept", ""):
         pieces = msgpack_pieces(answer, sum(len(row.labels) for row in rows), leaves)
         return await answer_pieces(request, pieces, long=long, content_type=MSGPACK)
-    return await answer_pieces(request, json_pieces(answer, leaves), long=long)
+    return await answer_pieces(request, json_pieces(answer, "trajectories", leaves), long=long)
 
 
 _sample = msgspec.json.Decoder(SampleRequest)

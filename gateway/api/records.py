@@ -75,7 +75,9 @@ class _Handlers:
             state, trajectories = ended.how, await self._buffer.look(session_id)
             long = True
         recorded = (self._recorded(trajectory, tokens) for trajectory in trajectories)
-        return await answer_pieces(request, json_pieces(RecordedSession(session_id, state, []), recorded), long=long)
+        return await answer_pieces(
+            request, json_pieces(RecordedSession(session_id, state, []), "trajectories", recorded), long=long
+        )
 
     def _recorded(self, trajectory: Trajectory, tokens: bool) -> Recorded:
         ids = trajectory.token_ids

@@ -14,7 +14,17 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from gateway.api.bodies import AtLeastOne, Count, answer_json, decode, read, within
+from gateway.api.bodies import (
+    AT_ONCE_BYTES,
+    AtLeastOne,
+    Count,
+    answer_json,
+    answer_pieces,
+    decode,
+    json_pieces,
+    read,
+    within,
+)
 from gateway.api.errors import BadField
 from gateway.core.tasks import (
     ATTEMPTS_MAX,
@@ -34,6 +44,8 @@ from gateway.tasks import PromptPool
 DEFAULT_POOL = "default"
 NAME_MAX = 200
 RESULTS_MAX = 10_000
+RESULTS_AT_ONCE = 10_000
+"""Rewards in one answer; more are encoded beside the event loop."""
 DIGITS_MAX = 15
 """Digits of a number in a query."""
 PoolName = Annotated[str, Meta(min_length=1, max_length=NAME_MAX, description="The prompt pool.")]
@@ -233,7 +245,7 @@ class _Handlers:
             PoolAnswer(name, counts.tasks, counts.ready, counts.drained, counts.open_groups, counts.free, counts.leased)
         )
 
-    async def lease(self, request: web.Request) -> web.Response:
+    async def lease(self, request: web.Request) -> web.StreamResponse:
         wanted = await read(request, _lease)
         leased = await self._pool.lease(
             wanted.pool,
@@ -243,7 +255,9 @@ class _Handlers:
             wait_s=wanted.wait_s,
             request=wanted.request,
         )
-        return answer_json(TasksLeased([_leased_task(lease) for lease in leased.leases], leased.drained))
+        long = sum(len(lease.data) for lease in leased.leases) > AT_ONCE_BYTES
+        tasks = map(_leased_task, leased.leases)
+        return await answer_pieces(request, json_pieces(TasksLeased([], leased.drained), "leases", tasks), long=long)
 
     async def renew(self, request: web.Request) -> web.Response:
         wanted = await read(request, _renew)
@@ -263,11 +277,12 @@ class _Handlers:
         wanted = await read(request, _release)
         return answer_json(TasksReleased(await self._pool.release(wanted.lease_ids)))
 
-    async def results(self, request: web.Request) -> web.Response:
+    async def results(self, request: web.Request) -> web.StreamResponse:
         after, limit = _number(request, "after", 0), min(_number(request, "limit", 1000), RESULTS_MAX)
         found = await self._pool.results(_pool_name(request), after, limit)
         last = found[-1].number if found else after
-        return answer_json(TaskResults(found, last))
+        long = sum(len(result.rewards) for result in found) > RESULTS_AT_ONCE
+        return await answer_pieces(request, json_pieces(TaskResults([], last), "results", found), long=long)
 
     async def prioritize(self, request: web.Request) -> web.Response:
         wanted = await read(request, _prioritize)

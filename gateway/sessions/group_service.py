@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from gateway.core.groups import GroupState
 from gateway.core.sessions import SessionSpec
 from gateway.core.types import GroupId, SessionId
@@ -12,6 +14,9 @@ from gateway.sessions.registry import SessionRegistry
 from gateway.store.groups import Group
 from protos.errors import Conflict, LaminarError, NotFound
 
+SAMPLED_AT_ONCE = 256
+"""Members made in one step: some 5 ms."""
+
 
 class GroupService:
     """Above `Endings`, since abandoning a group ends sessions."""
@@ -19,6 +24,7 @@ class GroupService:
     def __init__(self, live: SessionRegistry, endings: Endings, book: GroupRegistry) -> None:
         self._live, self._endings, self._book = live, endings, book
         self._shielded = ShieldedTasks()
+        self._making: set[GroupId] = set()
 
     async def create(self, spec: SessionSpec, *, group_min: int, resample_max: int) -> Group:
         """Makes a session for each member, or none. `spec`: of each member, but for its id and index."""
@@ -29,6 +35,15 @@ class GroupService:
         await self._shielded.drain()
 
     async def _create(self, spec: SessionSpec, group_min: int, resample_max: int) -> Group:
+        if spec.group_id in self._making:
+            raise Conflict(f"group {spec.group_id!r} is being made", hint="leave group_id out to get a new one")
+        self._making.add(spec.group_id)
+        try:
+            return await self._make(spec, group_min, resample_max)
+        finally:
+            self._making.discard(spec.group_id)
+
+    async def _make(self, spec: SessionSpec, group_min: int, resample_max: int) -> Group:
         if (known := self._book.find(spec.group_id)) is not None:
             phase = known.state.phase
             ended = "" if phase == "open" else f" ({phase}); trajectories carry its name: it is used once"
@@ -41,22 +56,28 @@ class GroupService:
         try:
             for index in range(spec.group_size):
                 self._book.sample(group, index)
+                if index % SAMPLED_AT_ONCE == SAMPLED_AT_ONCE - 1:
+                    await asyncio.sleep(0)  # thousands would hold the event loop
         except LaminarError:
             for session_id in list(state.live):
                 await self._endings.abandon(session_id, "its group could not be made whole")
             raise
         self._book.add(group)
+        await self._end_gone(group)
         await self._book.save(group)
         return group
 
     async def restore(self) -> None:
-        """Restores the groups of an earlier life of the gateway; call it after sessions are restored. A member whose
-        end was written and whose group was not is ended again."""
+        """Restores the groups of an earlier life of the gateway; call it after sessions are restored."""
         for group in await self._book.load():
-            for session_id in list(group.state.live):
-                if self._live.find(session_id) is None:
-                    ended = self._live.ended(session_id)
-                    await self._endings.member_ended(group, session_id, "abandoned" if ended is None else ended.how)
+            await self._end_gone(group)
+
+    async def _end_gone(self, group: Group) -> None:
+        """Ends members whose end the group does not know of: it was not there, or not written, as they ended."""
+        for session_id in list(group.state.live):
+            if self._live.find(session_id) is None:
+                ended = self._live.ended(session_id)
+                await self._endings.member_ended(group, session_id, "abandoned" if ended is None else ended.how)
 
     def get(self, group_id: GroupId) -> Group:
         group = self._book.find(group_id)

@@ -153,6 +153,26 @@ async def test_what_is_shown_of_many_branches_is_what_is_shown_of_few(
     assert sampled == [sampled[0]] * 4
 
 
+async def test_a_group_of_4096_and_tasks_of_megabytes(place: tuple[Gateway, aiohttp.ClientSession]) -> None:
+    _, http = place
+    text = "y" * 900_000
+
+    async def asked(number: int) -> None:
+        pool = f"p{number}"
+        async with http.post("/groups", json={"group_size": 4096, "group_id": f"g{number}"}) as answer:
+            assert (await read(answer))[0] == 200
+        for batch in range(4):
+            tasks = b",".join(b'{"data":{"n":%d,"x":"%s"}}' % (20 * batch + n, text.encode()) for n in range(20))
+            body = io.BytesIO(b'{"pool":"%s","tasks":[%s]}' % (pool.encode(), tasks))
+            async with http.post("/tasks", data=body) as answer:
+                assert (await answer.json())["added"] == 20
+        async with http.post("/tasks/lease", json={"pool": pool, "runner": "r", "count": 80}) as answer:
+            status, begun, length = await read(answer, beginning=12)
+            assert (status, begun, length > 80 * len(text)) == (200, b'{"leases":[{', True)
+
+    assert await shortest(asked) < HOLD_S_MAX
+
+
 CHAT = b'{"model":"policy","messages":[{"role":"user","content":'
 MESSAGE = b'{"role":"user","content":"x"}'
 BODY_BYTES = 31 << 20
