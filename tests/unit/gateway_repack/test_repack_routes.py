@@ -52,7 +52,7 @@ async def test_a_dry_run_moves_nothing_and_a_round_leaves_its_receipt(tmp_path: 
 
         [plan] = (await request_plans(gateway.url, dry_run=True))["plans"]
         [freed], [move] = plan["freed"], plan["moves"]
-        assert "would free " + freed["engine"] in describe({"plans": [plan]}, dry_run=True)
+        assert "would free " + freed["engine"] in describe({"plans": [plan]}, dry_run=True)[0]
         assert gateway.sessions.counters.moves == 0
         assert [len(e.turns) for e in states()] == [1, 1], "it only looked"
 

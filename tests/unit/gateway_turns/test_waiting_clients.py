@@ -122,10 +122,10 @@ async def test_tool_results_of_megabytes_are_taken(tmp_path: Path) -> None:
         found = await start(config(tmp_path, e0))
         await until(lambda: found.fleet.state.sorted_engines()[0].status == "serving", "a serving engine")
         async with aiohttp.ClientSession(found.url) as http:
-            body = {"model": "policy", "prompt": [5] * (4 << 20), "max_tokens": 4}
+            body = {"model": "policy", "prompt": [5] * (1 << 20), "max_tokens": 4}
             async with http.post("/v1/completions", data=large(body)) as answer:
                 assert answer.status == 400
-                assert "4194304" in (await answer.json())["error"]["message"], "it was read to its end"
+                assert "1048576" in (await answer.json())["error"]["message"], "it was read to its end"
             body = {"model": "policy", "prompt": [5, 6], "max_tokens": 4, "metadata": {"note": "x" * (8 << 20)}}
             async with http.post("/v1/completions", data=large(body)) as answer:
                 assert answer.status == 200, await answer.text()
