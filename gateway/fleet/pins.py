@@ -6,6 +6,7 @@ Invariants:
   their retention count;
 - one fallback pin at each relay, for the newest version that an engine beside it has held, until one of them holds a
   newer one: however many bad versions are published meanwhile, one remains that loads;
+- no version or relay waits for another: each has one call at a time, and a relay that does not answer holds up its own;
 - pins are leases: they expire some time after the gateway, and a publication that finds no other room evicts them. A
   version whose pin was lost is pinned again as soon as some relay holds it; the timeline records both.
 """
@@ -52,6 +53,7 @@ class VersionPins:
         self._model, self._fleet, self._relays, self._timeline = model, fleet, relays, timeline
         self._fallback_pins: dict[str, _Pin] = {}  # by relay
         self._pins: dict[Version, _Pin] = {}
+        self._under_way: set[Hashable] = set()  # versions and relays that an update is at
         self._logged: dict[Hashable, str] = {}  # by version or relay, the failure that was last logged
 
     @property
@@ -66,23 +68,27 @@ class VersionPins:
 
     async def run(self) -> None:
         """Until cancelled; pins then last for `TTL_S`, for the next life of this gateway."""
-        while True:
-            await self.update(time.monotonic())
-            await asyncio.sleep(UPDATE_S)
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self.update(time.monotonic()))  # it has an end, or something that no other is at
+                await asyncio.sleep(UPDATE_S)
 
     async def update(self, now: float) -> None:
-        """Pins, renews and releases what is due. A failure costs its version alone, and is retried by the next call."""
+        """Pins, renews and releases what is due, but for what an earlier call is still at. A failure costs its version
+        or relay alone, and is retried by the next call."""
         wanted, fallbacks = self._fleet.pinned.versions(), self._fleet.fallbacks()
-        for version in [*(v for v in self._pins if v not in wanted), *wanted]:
-            work = self._update_pin(version, now, wanted=version in wanted)
-            await self._contain(version, f"version {version}", work)
-        for relay in sorted(self._fallback_pins.keys() | fallbacks.keys()):
-            work = self._update_fallback(relay, fallbacks.get(relay), now)
-            await self._contain(relay, f"relay {relay}: the version to fall back to", work)
         self._logged = {of: failure for of, failure in self._logged.items() if of in wanted or of in fallbacks}
+        async with asyncio.TaskGroup() as group:
+            for version in {*self._pins, *wanted} - self._under_way:
+                work = self._update_pin(version, now, wanted=version in wanted)
+                group.create_task(self._contain(version, f"version {version}", work))
+            for relay in (self._fallback_pins.keys() | fallbacks.keys()) - self._under_way:
+                work = self._update_fallback(relay, fallbacks.get(relay), now)
+                group.create_task(self._contain(relay, f"relay {relay}: the version to fall back to", work))
 
     async def _contain(self, of: Hashable, what: str, work: Awaitable[None]) -> None:
         """Logs a failure once for as long as it stays the same."""
+        self._under_way.add(of)
         try:
             await work
         except LaminarError as e:  # such as a relay that does not respond
@@ -95,6 +101,8 @@ class VersionPins:
                 log.error("%s is not pinned or released as it should be: %r", what, e, exc_info=e)
         else:
             self._logged.pop(of, None)
+        finally:
+            self._under_way.discard(of)
 
     async def _update_fallback(self, relay: str, version: Version | None, now: float) -> None:
         pin = self._fallback_pins.get(relay)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gateway.config import EngineSpec
 from gateway.core.refresh import LOAD_TRIES
 from gateway.core.types import EngineName
 from gateway.fleet import pins as pins_module
@@ -96,3 +98,32 @@ async def test_a_pin_that_was_taken_away_is_made_again_while_the_version_is_ther
         await found.fleet.remove(EngineName("e0"))
         await pins.update(now)
         assert dict(pins.fallbacks) == {}, "its last engine left, and the pin ends by itself"
+
+
+async def test_a_relay_that_hangs_holds_up_the_pins_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins_module, "UPDATE_S", 3600.0)
+    e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
+    async with (
+        relay() as (first, address),
+        relay() as (second, other),
+        e0,
+        e1,
+        shell(tmp_path, e0, relay=address) as found,
+    ):
+        await serve(found, first, 1, e0)
+        found.fleet.add(EngineSpec("e1", "vllm", e1.url, other))
+        await serve(found, second, 1, e1)
+        pins, now = found.fleet.pins, time.monotonic()
+        await pins.update(now)
+        assert dict(pins.fallbacks) == {address: 1, other: 1}
+        for holder in (first, second):
+            holder.answering.clear()
+        renewing = asyncio.create_task(pins.update(now + pins_module.TTL_S / 3))
+        await until(lambda: first.asked and second.asked, "both relays are asked, and neither answers")
+        await pins.update(now + pins_module.TTL_S / 2)
+        assert (first.asked, second.asked) == (1, 1), "one call at a time to each"
+        for holder in (first, second):
+            holder.answering.set()
+        await renewing
