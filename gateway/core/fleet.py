@@ -149,6 +149,7 @@ class EngineState:
     status: EngineStatus = "dead"
     version: Version = NO_VERSION
     incarnation: str = ""
+    started_with: str = ""  # its label of the weights that it was started with, where it named them
     dtype: str = ""  # what it computes in; empty: not reported
     kv_capacity_tokens: int = 0
     context_tokens: int = 0

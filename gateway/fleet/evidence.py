@@ -26,6 +26,7 @@ from gateway.core.types import EngineName
 from gateway.engines.base import EngineFailed, version_of
 from gateway.fleet.handle import EngineHandle
 from gateway.runtime.clock import unix_s
+from protos.foreign_text import quoted
 from protos.trajectories import Segment
 
 log = logging.getLogger(__name__)
@@ -93,13 +94,13 @@ class VersionEvidence:
             # Either may have changed during the two requests: the label is then another incarnation's.
             if report.incarnation != key[1] or state.incarnation != key[1]:
                 return
-            if version_of(label) == key[2]:
+            if version_of(label, state.started_with) == key[2]:
                 self._note(key, began)
                 return
             settled &= before_load or state.status not in UNSETTLED
             if settled and state.version == key[2]:
                 self.contradictions += 1
-                log.error("engine %s reports version %s where %d was loaded", name, label, key[2])
+                log.error("engine %s reports version %s where it had %d", name, quoted(label), key[2])
                 self._note(key, -1.0)
 
     def _note(self, key: _Key, until: float) -> None:

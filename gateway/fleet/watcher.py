@@ -18,11 +18,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gateway.config import GatewayConfig
-from gateway.core.fleet import FleetState
-from gateway.engines.base import EngineAdapter, EngineFailed, EngineLimits, EngineReport, TextCodec, Tls, version_of
+from gateway.core.fleet import EngineState, FleetState
+from gateway.engines.base import (
+    UNNAMED,
+    EngineAdapter,
+    EngineFailed,
+    EngineLimits,
+    EngineReport,
+    TextCodec,
+    Tls,
+    is_version,
+    version_of,
+)
 from gateway.engines.connections import until_broken
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.relays import Relays
+from protos.foreign_text import quoted
 from protos.telemetry.logs import about
 
 log = logging.getLogger(__name__)
@@ -123,7 +134,8 @@ class EngineWatcher:
         limits = await handle.adapter.limits()
         if state.status == "refreshing":
             return  # its refresh fails by itself and fences it; the next poll goes on from there
-        relabelled = state.status == "serving" and version_of(limits.weight_version) != state.version
+        reported = version_of(limits.weight_version, state.started_with)
+        relabelled = state.status == "serving" and reported != state.version
         if state.status == "serving" and not restarted and not relabelled:
             self._trust(handle, report)
             return
@@ -155,6 +167,7 @@ class EngineWatcher:
         state.context_tokens = limits.context_tokens or self._context_tokens
         state.kv_capacity_tokens = limits.kv_capacity_tokens
         state.version = version_of(limits.weight_version)
+        self._note_label(state, limits.weight_version)
         state.must_load = limits.fenced
         if state.seeds and not limits.seeds:
             log.warning("engine %s %s", state.name, IGNORES_SEEDS, extra=about(engine=state.name))
@@ -166,6 +179,13 @@ class EngineWatcher:
             state.good = max(state.good, state.version)
         self.settle(handle)
         self._reconcile()
+
+    def _note_label(self, state: EngineState, label: str) -> None:
+        label = "" if is_version(label) or label in UNNAMED else label
+        if label and label != state.started_with:
+            named = "engine %s calls its weights %s, which is no version: they count as version 0"
+            log.warning(named, state.name, quoted(label), extra=about(engine=state.name))
+        state.started_with = label
 
     def _not_ready(self, handle: EngineHandle) -> None:
         handle.shun(NOT_READY)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.engines.base import AdapterContext, EngineAdapter, engine_tls, version_of
+from gateway.engines.base import UNNAMED, AdapterContext, EngineAdapter, engine_tls, is_version, version_of
 from gateway.engines.kinds import connect
 from gateway.fleet.registrations import registered
 from gateway.fleet.watcher import PROBE_TEXT, same_ids
@@ -34,6 +34,7 @@ from protos.access.listening import is_loopback
 from protos.access.unix_socket import is_stale
 from protos.errors import LaminarError, UnknownModel
 from protos.findings import Finding, wrong
+from protos.foreign_text import quoted
 
 FILES_MIN = 8192
 """Open files: a client's stream and its engine's each take one, so this is for some 4,000 turns at once."""
@@ -295,7 +296,9 @@ async def _answers(
     limits = await adapter.limits()
     alike = await same_ids(adapter, None if codec is None else codec.encode(PROBE_TEXT), config.tokenizer)
     context = limits.context_tokens or (codec.context_tokens if codec else 0) or 0
-    holds = f"version {version_of(limits.weight_version)}{'' if spec.loads else ', and loads no other'}"
+    label = limits.weight_version
+    named = "" if is_version(label) or label in UNNAMED else f" (it calls its weights {quoted(label)}, which is none)"
+    holds = f"version {version_of(label)}{named}{'' if spec.loads else ', and loads no other'}"
     holds = f"{holds}, context of {context} tokens"
     found = [Finding(what, True, f"{spec.kind} at {spec.url}: {holds}, KV of {limits.kv_capacity_tokens} tokens")]
     if limits.fenced:

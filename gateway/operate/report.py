@@ -71,6 +71,7 @@ class HeldBy(msgspec.Struct, frozen=True):
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """`available`: the newest version that its host's relay holds. `loads`: whether its kind takes published versions
     at all. `running` and `kv_tokens` are the gateway's own count, `waiting` and `kv_usage` (0..1) the engine's word.
+    `started_with`: what it calls the weights that it was started with, where it names them: they count as version 0.
     `seeds`: whether it samples by a request's `seed`, which it ignores otherwise. `last_error`: what stands against it
     now. `reason`: why it takes no new sessions. `held_by`: sessions for which it stays on its version though a newer
     one is there."""
@@ -91,6 +92,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity_tokens: int
     incarnation: str
     dtype: str
+    started_with: str
     seeds: bool
     last_error: str
     reason: str

@@ -184,6 +184,7 @@ class GatewayStatus:
             kv_capacity_tokens=engine.kv_capacity_tokens,
             incarnation=engine.incarnation,
             dtype=engine.dtype,
+            started_with=engine.started_with,
             seeds=engine.seeds,
             last_error=engine.last_error,
             reason=closed_reason(self._fleet.state, engine, now),

@@ -190,6 +190,11 @@ def warnings_of(status: Mapping[str, Any]) -> Sequence[str]:
     if len(dtypes := sorted({e["dtype"] for e in engines if e["dtype"]})) > 1:
         each = ", ".join(f"{e['name']} in {e['dtype']}" for e in engines if e["dtype"])
         found.append(f"engines compute in {' and '.join(dtypes)} ({each}): greedy turns that move between them change")
+    for engine in engines:
+        if (label := engine.get("started_with")) and not engine["version"]:
+            found.append(
+                f"engine {engine['name']} calls its weights {quoted(label)}, no version: they count as version 0"
+            )
     if unseeded := status["counters"].get("turns_unseeded"):
         where = ", ".join(e["name"] for e in engines if not e.get("seeds", True)) or "engines that are gone"
         found.append(f"{unseeded} times a turn's seed was ignored, on {where}: such a segment's record has no seed")

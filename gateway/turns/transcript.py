@@ -9,16 +9,18 @@ Invariants:
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import msgspec
 
 from gateway.core.fleet import EngineState
 from gateway.core.sampling import sampled_with, segment_sampling
 from gateway.core.types import Evidence, FinishReason, LogprobsKind, SegmentCause, TopLogprob, TurnRecord, Version
-from gateway.engines.base import EngineChunk, StreamCut, version_of
+from gateway.engines.base import FOREIGN, EngineChunk, StreamCut, version_of
 from gateway.runtime.clock import unix_s
 from gateway.runtime.counters import Counters
 from gateway.store import PartialResponsePool, Timeline
+from protos.foreign_text import quoted
 from protos.trajectories import Segment
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,8 @@ class Transcript:
         self._pool, self._timeline, self._counters = pool, timeline, counters
         self._eos_ids, self._vocab_size, self._logprobs_kind = eos_ids, vocab_size, logprobs_kind
         self.finish: FinishReason | None = None  # reported by the engine; its stream is about to end
-        self._reported: set[Version] = set()  # with the last segment's tokens, whichever event
+        self._started_with = ""  # the label of the last segment's engine for its first weights
+        self._labels: set[str] = set()  # that came with the last segment's tokens, whichever event
 
     def take(self, chunk: EngineChunk) -> None:
         """Records one token or more. Raises StreamCut, and records nothing, for tokens that cannot be this turn's."""
@@ -113,7 +116,7 @@ class Transcript:
             dtype=engine.dtype,
         )
         self.record.segments.append(segment)
-        self._reported = set()
+        self._labels, self._started_with = set(), engine.started_with
         self._pool.open_segment(self.request.turn_id, segment)
 
     def close_segment(self, end: str, group_id: str) -> None:
@@ -139,25 +142,28 @@ class Transcript:
 
     def note_versions(self, chunk: EngineChunk) -> None:
         """Before its tokens are recorded. Cuts a stream whose first tokens report another version."""
-        reported = {version_of(label) for label in chunk.versions}
+        reported = self._versions(chunk.versions)
         if reported - {self.version} and self.record.segments[-1].start == len(self.record.token_ids):
-            raise StreamCut("version", f"sent to version {self.version}, sampled by {sorted(reported)}")
-        self._reported |= reported
+            raise StreamCut("version", f"sent to version {self.version}, sampled by {_listed(chunk.versions)}")
+        self._labels.update(chunk.versions)
+
+    def _versions(self, labels: Iterable[str]) -> set[Version]:
+        return {version_of(label, self._started_with) for label in labels}
 
     def check_version(self) -> bool:
         """Records the version that the engine reported with the last segment's tokens, however that ended. False: it is
         not the fleet state's."""
-        reported = self._reported
+        reported = self._versions(self._labels)
         if not reported:
             return True
         agrees = reported == {self.version}
         if not agrees:
             self._counters.version_mismatches += 1
-            log.error(
-                "turn %s: sent to version %d, sampled by %s", self.request.turn_id, self.version, sorted(reported)
-            )
-        evidence: Evidence = "told" if len(reported) == 1 else "contradicted"
-        last = msgspec.structs.replace(self.record.segments[-1], version=max(reported), evidence=evidence)
+            sampled_by = _listed(self._labels)
+            log.error("turn %s: sent to version %d, sampled by %s", self.request.turn_id, self.version, sampled_by)
+        evidence: Evidence = "told" if len(reported) == 1 and FOREIGN not in reported else "contradicted"
+        version = max(reported - {FOREIGN}, default=self.version)
+        last = msgspec.structs.replace(self.record.segments[-1], version=version, evidence=evidence)
         self.record.segments[-1] = last
         return agrees
 
@@ -179,3 +185,7 @@ class Transcript:
     def left(self) -> int:
         """Tokens that may still be generated."""
         return self.request.sampling.max_tokens - len(self.record.token_ids)
+
+
+def _listed(labels: Iterable[str]) -> str:
+    return ", ".join(map(quoted, sorted(labels)))

@@ -130,11 +130,12 @@ async def test_a_finish_while_its_engine_loads_contradicts_nothing(tmp_path: Pat
         assert found.trainer.admission().buffered == 1
 
 
-async def test_an_engine_whose_label_changed_behind_our_back_is_not_trained_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("label", ["9", "step-42"])
+async def test_an_engine_whose_label_changed_behind_our_back_is_not_trained_on(tmp_path: Path, label: str) -> None:
     async with ScriptedEngine("e0", tells_versions=False) as e0, shell(tmp_path, e0) as found:
         session = found.session()
         await read(found.run(session))
-        e0.version = "9"
+        e0.version = label
         assert await finished(found, session) == ["contradicted"]
         assert found.fleet.evidence.contradictions == 1
         assert found.trainer.admission().buffered == 0

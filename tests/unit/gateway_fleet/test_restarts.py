@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
+import pytest
+
 from tests.support.fake_relay import FakeRelay, relay
 from tests.support.gateway_shell import BUDGET, Shell, check_whole, read, shell
 from tests.support.reading import heard
@@ -112,3 +114,20 @@ async def test_a_version_told_at_the_end_alone_is_believed_and_the_engine_looked
         await until(lambda: found.fleet.state.sorted_engines()[0].version == 0, "the look")
         await read(found.run())
         assert found.sessions.counters.version_mismatches == 1
+
+
+async def test_weights_that_somebody_named_otherwise_than_by_a_version_are_not_those_it_was_started_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    e0 = ScriptedEngine("e0", version="base-model")
+    async with e0, shell(tmp_path, e0) as found:
+        await read(found.run())
+        assert found.sessions.counters.version_mismatches == 0
+        assert "engine e0 calls its weights base-model, which is no version: they count as version 0" in caplog.text
+        e0.version = "step-42"  # a trainer that loads by itself
+        run = found.run()
+        await read(run)
+        assert [(s.version, s.evidence) for s in run.segments] == [(0, "contradicted")]
+        assert found.sessions.counters.version_mismatches == 1
+        assert "sent to version 0, sampled by step-42" in caplog.text
+        await until(lambda: "calls its weights step-42, which is no version" in caplog.text, "the look")
