@@ -1,9 +1,9 @@
 """The registry in etcd.
 
-Traps of the client that this module covers: a call without a timeout may wait for ever; a compacted watch skips
-what it missed and reports nothing; so does one that reconnects while it is catching up (it goes on after the store's
-revision, not after the last event); the client's own keepalive reports life through an outage; a message of more
-than gRPC's limit fails whole, so lists come in pages of one revision; keys may be any bytes.
+Traps of the client that this module covers: a call without a timeout may wait for ever; its watch reconnects by itself
+and reports nothing of what it missed, and leaves a task behind each time that nobody ends, so streams of watches are
+made here; its own keepalive reports life through an outage; a message of more than gRPC's limit fails whole, so lists
+come in pages of one revision; keys may be any bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TypeVar
 import grpc
 import grpc.aio
 from etcd3aio import Etcd3Client, EtcdError, EtcdPermissionDeniedError, EtcdUnauthenticatedError
+from etcd3aio._protobuf import WatchCreateRequest, WatchRequest
 from etcd3aio.kv import KVService, prefix_range_end
 
 from paramserver.membership.registry import (
@@ -64,12 +65,7 @@ class EtcdRegistry:
         self._access, self._prefix = access, access.etcd_prefix
         self._signed_in_at = -math.inf  # monotonic; long ago: the next call signs in first
         self._signing_in = asyncio.Lock()
-        self._client = Etcd3Client(
-            [endpoint],
-            rpc_max_attempts=1,
-            watch_max_reconnect_backoff_seconds=RECONNECT_MAX_S,
-            ca_cert=access.ca(),
-        )
+        self._client = Etcd3Client([endpoint], rpc_max_attempts=1, ca_cert=access.ca())
         self._client._manager.grpc_options += [  # else the channel looks again only every two minutes in the end
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", round(RECONNECT_MAX_S * 1000)),
@@ -185,25 +181,25 @@ class EtcdRegistry:
                 yield event
 
     async def _follow(self, prefix: str, revision: int) -> AsyncIterator[Event]:
-        """Events until the history may have a gap: compacted, cancelled, reconnected, or a store that started over."""
-        assert self._client.watch is not None
+        """Events until the history may have a gap: compacted, cancelled, broken, or a store that started over."""
+        watch = self._client.watch
+        assert watch is not None
         there = self._prefix + prefix
-        stream = self._client.watch.watch(there, range_end=prefix_range_end(there), start_revision=revision)
-        begun = False
+        stream = watch._stub.Watch(metadata=watch._metadata or None)  # type: ignore[call-arg]
         try:
-            async for reply in stream:
-                again, begun = reply.created and begun, begun or reply.created
-                if again or reply.canceled or reply.compact_revision > 0 or reply.header.revision < revision - 1:
-                    log.info("the watch on %s may have a gap; listing again", prefix)
-                    return
+            await stream.write(_watch_request(there.encode(), prefix_range_end(there), revision))
+            while (reply := await stream.read()) is not grpc.aio.EOF:
+                if reply.canceled or reply.compact_revision > 0 or reply.header.revision < revision - 1:
+                    break
                 for event in reply.events:
                     yield self._event(event)
-        except (EtcdError, grpc.aio.AioRpcError) as error:
+            log.info("the watch on %s may have a gap; listing again", prefix)
+        except grpc.aio.AioRpcError as error:
             log.warning("the watch on %s broke (%s); listing again", prefix, _cause(error))
             self._signed_in_at = -math.inf  # it may have been for that
             await asyncio.sleep(RETRY_S)
         finally:
-            await stream.aclose()  # type: ignore[attr-defined]
+            stream.cancel()
 
     async def close(self) -> None:
         await self._client.close()
@@ -305,6 +301,10 @@ class _CompactedMeanwhile(Unavailable):
 
 class _MessageTooLarge(TooLarge):
     """An answer, or a request, is larger than one message may be."""
+
+
+def _watch_request(key: bytes, range_end: bytes, revision: int) -> WatchRequest:
+    return WatchRequest(create_request=WatchCreateRequest(key=key, range_end=range_end, start_revision=revision))
 
 
 def _cause(error: EtcdError | grpc.aio.AioRpcError) -> str:
