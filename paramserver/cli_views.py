@@ -31,7 +31,7 @@ def show_status(status: RelayStatus, *, as_json: bool) -> None:
 
 def describe(status: RelayStatus) -> Iterator[RenderableType]:
     """The relay's status in lines and tables, for people."""
-    registry = "reachable" if status.registry_reachable else "away: going on with the last view"
+    registry = "reachable" if status.registry_reachable else "not usable: going on with the last view"
     yield line(f"relay {status.relay} (instance {status.instance}), registry {registry}, transport {status.transport}")
     if status.draining:
         yield line("draining: it serves what it has and takes no more")

@@ -80,6 +80,10 @@ def refusal(method: str, caller: Identity, relay: str) -> str:
     return "" if caller.name == relay else f"{caller} may do this at its own relay alone, not at {relay}'s"
 
 
+def may_publish(caller: Identity) -> bool:
+    return caller.role in PUBLISH.roles
+
+
 def data_refusal(purpose: str, caller: Identity) -> str:
     """Why `caller` may open no data connection for this; "" if it may. Over TLS: else whoever proves to know the fleet
     key, which these roles alone have, may do both."""

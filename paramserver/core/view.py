@@ -235,6 +235,15 @@ class View:
             return False
         return decode_json(self._raw[key][0], Announced).manifest == manifest
 
+    def without_master(self) -> dict[str, str]:
+        """Why, by model, no relay can become its master: a key that cannot be read stands where the master's would."""
+        return {
+            model: f"its key {master_key(model)} in the registry is no master's record "
+            f"({self.unreadable[master_key(model)][:200]}): delete it, unless a newer relay wrote it"
+            for model in sorted(self.models - self.masters.keys())
+            if master_key(model) in self.unreadable
+        }
+
     def created(self, key: str) -> int | None:
         """The revision at which the key came to be; None when this relay knows no such key."""
         found = self._raw.get(key)

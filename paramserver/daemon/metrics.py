@@ -152,7 +152,7 @@ METRICS: Sequence[Metric[Sources]] = (
         "gauge",
         "laminar_relay_registry_reachable",
         "1 or 0",
-        "1 while etcd answers the relay.",
+        "1 while etcd answers the relay and takes its writes.",
         one(lambda sources: sources.parts.lease.reachable),
     ),
     Metric(

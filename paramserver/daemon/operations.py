@@ -15,7 +15,7 @@ from paramserver.client.relay import RelayClient
 from paramserver.core.records import NUMBER_MAX, check_model_name
 from paramserver.daemon.parts import RelayParts
 from paramserver.relay.recovery import NUMBERS_SKIPPED
-from protos.errors import Conflict, InvalidRequest, Unavailable, UnknownModel
+from protos.errors import Conflict, InvalidRequest, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -91,9 +91,7 @@ class Operations:
     async def drop(self, model: str) -> list[int]:
         """Ends a model and all its versions, wherever its master is; the numbers of those that the master held."""
         if model not in self._view.models:
-            raise UnknownModel(
-                f"no model {model!r} here", hint=f"known: {', '.join(sorted(self._view.models)) or 'none'}"
-            )
+            raise self._duties.unknown(model)
         master = await self._duties.locate(model)
         if self._elections.is_master(model):
             return await self._duties.drop(model)

@@ -16,10 +16,12 @@ import grpc
 import grpc.aio
 
 from paramserver.background import FailureLog
+from paramserver.core import access
 from paramserver.core.layout import PlainFile, TensorSpec
 from paramserver.core.records import Epoch, Rank, check_model_name
 from paramserver.core.spans import relay_trace
 from paramserver.core.ticket_status import GivenUp, TicketQuery, ticket_status
+from paramserver.daemon.access import caller_of
 from paramserver.daemon.grpc_port import Ports
 from paramserver.daemon.operations import Operations
 from paramserver.daemon.parts import RelayParts
@@ -106,6 +108,7 @@ class RelayService(pb_grpc.RelayServicer):
         self._operations = Operations(parts)
         self._status = StatusReport(parts, data_address=data_address, ports=ports or Ports())
         self._data_address, self._publish_socket = data_address, publish_socket
+        self._credentials = parts.credentials
         self._instance = parts.lease.member.instance
 
     # ---- readers
@@ -166,7 +169,8 @@ class RelayService(pb_grpc.RelayServicer):
 
     @_unary
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateReply:  # noqa: N802
-        master = await self._duties.locate(request.model)
+        begins = self._credentials is None or access.may_publish(caller_of(context))
+        master = await self._duties.locate(request.model, begins=begins)
         member = self._view.members.get(master)
         if member is None:
             raise Unavailable(f"{master}, master of {request.model}, is not a member now", hint="try again")

@@ -106,10 +106,15 @@ class MasterDuties:
         except StaleEpoch as error:
             log.info("%s", error)
 
-    async def locate(self, model: str) -> str:
-        """The name of the model's master. Without one, this relay campaigns if it may, else makes the others do so."""
+    async def locate(self, model: str, *, begins: bool = True) -> str:
+        """The name of the model's master. Without one, this relay campaigns if it may, else makes the others do so.
+
+        `begins`: for a caller that may begin a model; for another it is UnknownModel where there is none of the name.
+        """
         check_model_name(model)
         view = self._view
+        if not begins and model not in view.models:
+            raise self.unknown(model)
         deadline = time.monotonic() + LOCATE_S
         if model not in view.models and len(view.models) >= MODELS_MAX:
             raise OutOfCapacity(
@@ -117,13 +122,18 @@ class MasterDuties:
             )
         while model not in view.masters:
             if time.monotonic() > deadline:
+                blocked = view.without_master().get(model)
                 raise Unavailable(
-                    f"no relay became master of {model} in {LOCATE_S:g} s", hint="see `paramserver status`"
+                    f"no relay became master of {model} in {LOCATE_S:g} s{f': {blocked}' if blocked else ''}",
+                    hint="see `paramserver status`",
                 )
+            if not begins:  # known, and so without a master for a moment alone
+                await asyncio.sleep(LOCATE_POLL_S)
+                continue
             try:
-                if self._lease.member.publish_host and model not in view.models:
-                    if await self._elections.campaign(model):
-                        await self.settle(model)
+                campaigns = self._lease.member.publish_host and model not in view.models
+                if campaigns and await self._elections.campaign(model):
+                    await self.settle(model)
                     continue
                 await self._elections.want(model)
             except Unavailable:  # busy for a moment, or away: a trainer's first publish would end with it
@@ -131,6 +141,10 @@ class MasterDuties:
                     raise
             await asyncio.sleep(LOCATE_POLL_S)
         return view.masters[model].master.name
+
+    def unknown(self, model: str) -> UnknownModel:
+        known = ", ".join(sorted(self._view.models)) or "none"
+        return UnknownModel(f"no model {model!r} here", hint=f"known: {known}")
 
     async def settle(self, model: str) -> None:
         """Ends what an earlier master announced and never sealed, after reading the registry anew; once in each epoch.

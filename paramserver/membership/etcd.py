@@ -185,7 +185,7 @@ class EtcdRegistry:
         watch = self._client.watch
         assert watch is not None
         there = self._prefix + prefix
-        stream = watch._stub.Watch(metadata=watch._metadata or None)  # type: ignore[call-arg]
+        stream = watch._stub.Watch(metadata=watch._metadata or None)
         try:
             await stream.write(_watch_request(there.encode(), prefix_range_end(there), revision))
             while (reply := await stream.read()) is not grpc.aio.EOF:
@@ -276,6 +276,9 @@ class EtcdRegistry:
                 return _CompactedMeanwhile(refused)
             case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
                 return _MessageTooLarge(refused)
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                full = "a full one takes writes again once it is compacted, defragmented and `etcdctl alarm disarm` ran"
+                return Unavailable(refused, hint=full)
             case grpc.StatusCode.INVALID_ARGUMENT if "too large" in details or "too many" in details:
                 return TooLarge(refused)
             case grpc.StatusCode.PERMISSION_DENIED:

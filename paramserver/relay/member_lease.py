@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Collection
@@ -42,6 +43,9 @@ from protos.errors import Conflict, Unavailable
 
 log = logging.getLogger(__name__)
 
+WRITES_TRIED_S = 10.0
+"""How often a relay that writes nothing finds out whether it could; each try costs etcd one entry of its log."""
+
 
 class MemberLease:
     """One relay's membership; owned by its event loop.
@@ -60,7 +64,8 @@ class MemberLease:
         self.lease_id = 0
         self.store_guard = Created("", 0)  # a key that only this store has
         self._taken_by = ""  # who has this relay's name, in words
-        self._unreachable_because = ""
+        self._unusable_because = ""
+        self._writes_tried_at = -math.inf  # monotonic
         self._store_id = ""
         self._listed = self._seen = 0  # revision of the list in the view; the newest that came by list or by watch
         self._unreadable: set[str] = set()  # keys that were logged
@@ -79,7 +84,8 @@ class MemberLease:
 
     @property
     def trouble(self) -> str:
-        """Why this relay is no member of its registry now, for people; empty when it is."""
+        """Why this relay is no member of its registry now, or what keeps it from its work there, for people; else
+        empty."""
         if self.foreign_store:
             return (
                 f"the registry is another store ({self.foreign_store}) than this relay's ({self._store_id}): "
@@ -87,7 +93,9 @@ class MemberLease:
             )
         if self._taken_by:
             return f"{self._taken_by}: this one is no member, and takes and seals nothing; give it another --name"
-        return "" if self.reachable else f"the registry is away: {self._unreachable_because}"
+        if not self.reachable:
+            return self._unusable_because
+        return "; ".join(f"{model} has no master: {why}" for model, why in self.view.without_master().items())
 
     # ---- registering and leaving
 
@@ -220,11 +228,29 @@ class MemberLease:
             with self._failures.contained("the lease in the registry is not kept"):
                 try:
                     await self._keep_once()
-                    self.reachable = True
                 except Unavailable as error:
-                    if self.reachable:
-                        log.warning("going on with the last view: %s", error)
-                    self.reachable, self._unreachable_because = False, str(error)
+                    self._cannot_use("the registry is away", error)
+                    continue
+                try:
+                    await self._try_writes()
+                except Unavailable as error:
+                    self._cannot_use("the registry answers, and takes no writes", error)
+                    continue
+                self.reachable = True
+
+    def _cannot_use(self, why: str, error: Unavailable) -> None:
+        why = f"{why}: {error}"
+        if self.reachable:
+            log.warning("going on with the last view: %s", why)
+        self.reachable, self._unusable_because = False, why
+
+    async def _try_writes(self) -> None:
+        """A lease is kept by an etcd that is full, too, and takes no writes. This one changes nothing: its guard never
+        holds."""
+        if self.reachable and time.monotonic() - self._writes_tried_at < WRITES_TRIED_S:
+            return
+        await self._registry.transact([Created(keys.STORE, -1)], [Put(keys.STORE, b"")])
+        self._writes_tried_at = time.monotonic()
 
     async def _keep_once(self) -> None:
         if await self._registry.keep_alive(self.lease_id):

@@ -2,6 +2,7 @@
 
 Invariants:
 - a watch that falls `WATCHER_EVENTS_MAX` events behind is ended, and starts again from the state;
+- there are at most `WATCHES_MAX`: beyond, another is refused, and those that stand go on;
 - between the state and the first change nothing is missed: both are taken in one step.
 """
 
@@ -12,14 +13,17 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from paramserver.background import RareLines
 from paramserver.core.versions import Notify
 from paramserver.relay.models import ModelTable
-from protos.errors import Unavailable
+from protos.errors import OutOfCapacity, Unavailable
 from protos.foreign_text import quoted
 
 log = logging.getLogger(__name__)
 
 WATCHER_EVENTS_MAX = 256
+WATCHES_MAX = 4096
+"""At one relay: a gateway has one, and so has each trainer or engine that waits for versions by itself."""
 SAID_MAX = 64
 """Models of which it was said that nobody watches them; beyond, the oldest is forgotten."""
 
@@ -44,10 +48,19 @@ class Watchers:
     def __init__(self, models: ModelTable) -> None:
         self._models = models
         self._watchers: set[_Watcher] = set()
+        self._refused = RareLines(log, 1)
         self._said: dict[str, str] = {}  # model to the last run that was told that nobody watches it
 
     async def watch(self, model: str) -> AsyncIterator[Notify]:
-        """The current state, then every change. Raises Unavailable when it fell behind, or the relay ends."""
+        """The current state, then every change. Raises Unavailable when it fell behind, or the relay ends, and
+        OutOfCapacity beyond `WATCHES_MAX`."""
+        if len(self._watchers) >= WATCHES_MAX:
+            refused = OutOfCapacity(
+                f"{WATCHES_MAX} watches are open at this relay, and it takes no more",
+                hint="close some: each program needs one of a model at a relay",
+            )
+            self._refused.say(logging.WARNING, f"a watch of {quoted(model)} is refused: {refused.message}")
+            raise refused
         watcher = _Watcher(model)
         now = self._models.events(model)
         self._watchers.add(watcher)

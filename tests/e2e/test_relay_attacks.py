@@ -120,6 +120,13 @@ async def reader_publishes(scene: Scene) -> str:
         return await _refused(publish(client, MODEL, source_of(weights(1)), step=1, run="r"))
 
 
+async def reader_locates(scene: Scene) -> str:
+    async with scene.client("reader") as client:
+        answer = await _refused(client.master_of("typo"))
+        assert [model.model for model in (await client.status()).models] == [MODEL]
+        return answer
+
+
 async def gateway_drops(scene: Scene) -> str:
     async with scene.client("gateway") as client:
         return await _refused(client.drop(MODEL))
@@ -294,6 +301,7 @@ ATTEMPTS: dict[str, Attempt] = {
     "300 connections for gRPC that say nothing": silent_connections,
     "a method that does not exist": unknown_method,
     "a reader publishes": reader_publishes,
+    "a reader looks for the master of a model that there is not": reader_locates,
     "a gateway drops a model": gateway_drops,
     "a trainer drains a relay": trainer_drains,
     "a relay adopts a registry": relay_adopts,

@@ -385,7 +385,7 @@ class StatusReply(_message.Message):
     quarantined_bytes: _builtins.int
     """of retired versions that processes still map"""
     registry_reachable: _builtins.bool
-    """etcd answers"""
+    """etcd answers, and takes writes"""
     data_address: _builtins.str
     """HOST:PORT for bytes"""
     transport: _builtins.str

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -45,6 +46,7 @@ from protos.errors import (
     StaleEpoch,
     TooLarge,
     Unavailable,
+    UnknownModel,
     VersionLost,
 )
 from protos.laminar.v1 import relay_pb2 as pb
@@ -383,6 +385,33 @@ async def test_there_are_only_so_many_models(host: Host, monkeypatch: pytest.Mon
         await host.duties.locate(model)
     with pytest.raises(OutOfCapacity, match=r"three would be more than 2 models \(drop one: `paramserver drop"):
         await host.duties.locate("three")
+
+
+async def test_who_may_not_publish_begins_no_model_by_asking_for_its_master(world: World, host: Host) -> None:
+    await host.publish()
+    assert await host.duties.locate(MODEL, begins=False) == "a"
+    with pytest.raises(UnknownModel, match=r"no model 'typo' here \(known: policy\)"):
+        await host.duties.locate("typo", begins=False)
+    assert not [key for key in world.store.keys if "typo" in key]
+
+
+async def test_a_master_key_that_nobody_can_read_is_named_to_whoever_wants_the_master(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duties, "LOCATE_S", 0.5)
+    await host.registry.transact([], [Put(keys.master_key(MODEL), b"junk")])
+    why = r"its key /laminar/models/policy/master in the registry is no master's record \(.+\): delete it"
+    with pytest.raises(Unavailable, match=f"no relay became master of policy in 0.5 s: {why}"):
+        await host.duties.locate(MODEL)
+    status = await answer(host, "Status", pb.StatusRequest())
+    assert re.fullmatch(f"policy has no master: {why}, unless a newer relay wrote it", status.trouble)
+    await host.registry.transact([], [Delete(keys.master_key(MODEL))])
+
+    async def led() -> bool:
+        return host.elections.is_master(MODEL)
+
+    await until(led, "an election")
+    assert not (await answer(host, "Status", pb.StatusRequest())).trouble
 
 
 async def test_a_model_of_which_nothing_was_ever_published_is_forgotten(
@@ -1325,7 +1354,7 @@ async def test_a_call_that_fails_in_a_way_nobody_foresaw_is_answered_in_words(
             raise ConnectionAbortedError
 
     service = RelayService(host.parts, data_address="h:2", publish_socket=None)
-    monkeypatch.setattr(host.duties, "locate", lambda model: 1 // 0)
+    monkeypatch.setattr(host.duties, "locate", lambda model, **_: 1 // 0)
     with pytest.raises(ConnectionAbortedError):
         await service.Locate(pb.LocateRequest(model=MODEL), Context())  # type: ignore[arg-type]
     assert aborted == [("INTERNAL", "Locate failed: ZeroDivisionError: integer division or modulo by zero")]

@@ -61,7 +61,7 @@ def test_status_shows_what_keeps_a_relay_from_its_lease_and_that_it_drains(capsy
 def test_status_tells_the_chain_in_order_with_its_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     show_status(STATUS, as_json=False)
     text = capsys.readouterr().out
-    assert "registry away: going on with the last view" in text
+    assert "registry not usable: going on with the last view" in text
     assert "model policy: master m, epoch s/5, newest sealed 8, held here: 7 8" in text
     assert "chain, plan 3 (at the tail: c):" in text
     rows = [line.split() for line in text.splitlines()]

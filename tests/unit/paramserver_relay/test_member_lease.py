@@ -7,13 +7,15 @@ import functools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import httpx
 import msgspec
 import pytest
 
 from paramserver.core import view as keys
 from paramserver.core.records import Holding, Member
-from paramserver.membership import MemoryRegistry, MemoryStore
+from paramserver.membership import EtcdRegistry, MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Delete, Event, Guard, Outcome, Put, State, Write
+from paramserver.relay import member_lease
 from paramserver.relay.elections import Elections
 from paramserver.relay.member_lease import MemberLease
 from protos.errors import Conflict, StaleEpoch, Unavailable
@@ -656,3 +658,28 @@ async def _until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.005)
+
+
+@pytest.mark.slow
+async def test_a_relay_says_that_its_etcd_is_full_though_its_lease_is_kept(
+    etcd: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with the alarm that a full etcd raises: it answers, keeps leases, and takes no writes."""
+    monkeypatch.setattr(member_lease, "WRITES_TRIED_S", 0.1)
+    registry = await EtcdRegistry.connect(etcd, timeout_s=60.0)
+    lease = MemberLease(registry, Member("a", "instance-a", "h:1", "h:2"), ttl_s=2.0)
+    await lease.take()
+    async with httpx.AsyncClient(base_url=f"http://{etcd}", timeout=60.0) as admin, asyncio.TaskGroup() as group:
+        keeping = group.create_task(lease.keep())
+        await admin.post("/v3/maintenance/alarm", json={"action": "ACTIVATE", "alarm": "NOSPACE"})
+        await _until(lambda: not lease.reachable)
+        full = "the registry answers, and takes no writes: "
+        refused = f"etcd at {etcd} refuses transact: etcdserver: mvcc: database space exceeded"
+        assert lease.trouble.startswith(full + refused)
+        assert f"going on with the last view: {full}" in caplog.text
+        assert await registry.keep_alive(lease.lease_id)
+        await admin.post("/v3/maintenance/alarm", json={"action": "DEACTIVATE", "alarm": "NOSPACE"})
+        await _until(lambda: lease.reachable)
+        assert not lease.trouble
+        keeping.cancel()
+    await registry.close()

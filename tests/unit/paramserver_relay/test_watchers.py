@@ -12,7 +12,7 @@ from paramserver.core.versions import Notify
 from paramserver.core.view import View
 from paramserver.relay.models import ModelTable
 from paramserver.relay.watchers import SAID_MAX, WATCHER_EVENTS_MAX, Watchers
-from protos.errors import Unavailable
+from protos.errors import OutOfCapacity, Unavailable
 
 
 def event(version: int, kind: Literal["sealed", "available"] = "available", model: str = "policy") -> Notify:
@@ -72,3 +72,20 @@ async def test_who_publishes_under_a_name_that_nobody_watches_is_told_once_a_run
         assert watchers.unwatched(f"m{number}", "run")
     assert watchers.unwatched("polciy", "run-2"), "only so many are remembered"
     await reading.aclose()  # type: ignore[attr-defined]
+
+
+async def test_beyond_the_bound_a_watch_is_refused_and_those_that_stand_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("paramserver.relay.watchers.WATCHES_MAX", 2)
+    watchers = watchers_of(1)
+    first, second = (watchers.watch("policy") for _ in range(2))
+    assert await anext(first) == await anext(second) == event(1, "sealed")
+    for _ in range(2):
+        with pytest.raises(OutOfCapacity, match="2 watches are open at this relay"):
+            await anext(watchers.watch("policy"))
+    assert caplog.text.count("a watch of policy is refused") == 1
+    watchers.notify(event(2))
+    assert await anext(first) == event(2)
+    await second.aclose()  # type: ignore[attr-defined]
+    assert await anext(watchers.watch("policy")) == event(1, "sealed")
