@@ -416,7 +416,9 @@ def _routes(
     add_group_routes(app, parts.groups, parts.live, config.public_url)
     add_admin_routes(app, admin, operate_at=admin.status.admin_url)
     add_task_routes(app, stores.tasks)
-    shown = reading.Parts(admin.status, parts.fleet, parts.sessions, parts.repacker, stores.buffer, stores.timeline)
+    shown = reading.Parts(
+        admin.status, parts.fleet, parts.sessions, parts.trainer, parts.repacker, stores.buffer, stores.timeline
+    )
     add_ui_routes(app, Feed(reading.Reading(shown, config.model)))
     add_openapi_route(app)
     add_experience_routes(

@@ -10,11 +10,12 @@ import msgspec
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, TurnRecord
 
-Phase = Literal["queue", "prefill", "decode", "move", "tool", "reward"]
+Phase = Literal["queue", "prefill", "decode", "move", "tool", "idle", "reward"]
 """`queue`: a turn waits for its first engine. `move`: a turn has left an engine and is not on the next yet. `prefill`:
-an engine has the turn, and no token came from there yet. `decode`: tokens come. `tool`: no turn runs. `reward`: it is
-finished but for its reward."""
-PHASES: tuple[Phase, ...] = ("decode", "prefill", "move", "queue", "tool", "reward")
+an engine has the turn, and no token came from there yet. `decode`: tokens come. `tool`: no turn runs; the agent works.
+`idle`: nor was there a request for long, and nothing says that its agent is alive. `reward`: it is finished but for its
+reward."""
+PHASES: tuple[Phase, ...] = ("decode", "prefill", "move", "queue", "tool", "idle", "reward")
 """In the order of precedence, for a session that runs several turns."""
 
 
@@ -31,9 +32,12 @@ class SessionRow(msgspec.Struct, frozen=True, array_like=True):
     moves: int
 
 
-def session_row(state: SessionState, running: Iterable[tuple[TurnRecord, EngineName | None]]) -> SessionRow:
-    """`running`: the session's turns, each with the engine that streams it, if one does."""
-    phase: Phase = "tool" if state.unrewarded is None else "reward"
+def session_row(
+    state: SessionState, running: Iterable[tuple[TurnRecord, EngineName | None]], *, idle: bool = False
+) -> SessionRow:
+    """`running`: the session's turns, each with the engine that streams it, if one does. `idle`: nothing keeps it
+    (`gateway.core.admission.Keeper`)."""
+    phase: Phase = "reward" if state.unrewarded is not None else "idle" if idle else "tool"
     engine, since = state.engine, state.touched_unix_s
     for record, at in running:
         found = _phase_of(record, at)

@@ -35,7 +35,7 @@ def _head(status: Mapping[str, Any]) -> Sequence[str]:
         f"turns ended {counters['turns_completed']}, cut {counters['turns_cut']}, resumed {counters['turns_resumed']}, "
         f"lost {counters['turns_lost']}{_version_lost(counters)}; moves {counters['moves']}, refreshes "
         f"{counters['refreshes']}{_failed(counters)}",
-        f"buffer {buffer['trajectories']} trajectories, leased {buffer['leased']}{_evicted(buffer)}",
+        f"buffer {buffer['trajectories']} trajectories, leased {buffer['leased']}{evicted(buffer)}",
         *_prompt_pool(status.get("prompt_pool")),
         *_access(status.get("access")),
     )
@@ -61,7 +61,7 @@ def _failed(counters: Mapping[str, Any]) -> str:
     )
 
 
-def _evicted(buffer: Mapping[str, int]) -> str:
+def evicted(buffer: Mapping[str, int]) -> str:
     """What left the buffer unused since the start; nothing where none did."""
     why = {"stale": "too stale", "for_room": "for room", "equal": "of equal rewards", "by_readers": "by readers"}
     found = [f"{count} {text}" for name, text in why.items() if (count := buffer.get(f"evicted_{name}", 0))]

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from gateway.core.phases import PHASES
 from gateway.operate.feed_reader import Seen, frames
-from gateway.operate.status_view import engines_table, turns_on, warnings_of
+from gateway.operate.status_view import engines_table, evicted, turns_on, warnings_of
 from protos import terminal
 from protos.errors import LaminarError, Unavailable
 from protos.terminal import PIPE_COLUMNS, add_row, line
@@ -25,13 +25,20 @@ from protos.terminal import PIPE_COLUMNS, add_row, line
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 DRAWN_PER_S = 2.0
 BAR = 30
-FIXED_LINES = 14
+FIXED_LINES = 15
 """Lines beside those of engines, waits and events."""
 SETTLED_S = 3.0
 """A connection that brought something so recently was one that worked."""
 EVENTS_SHOWN = 6
 WAITS_SHOWN = 8
-PHASE_STYLE = {"decode": "cyan", "prefill": "magenta", "move": "red", "queue": "yellow", "tool": "bright_black"}
+PHASE_STYLE = {
+    "decode": "cyan",
+    "prefill": "magenta",
+    "move": "red",
+    "queue": "yellow",
+    "tool": "bright_black",
+    "idle": "dark_red",
+}
 HIDDEN_FIELDS = frozenset({"seq", "t_unix_s", "kind", "engine", "state", "reason", "error"})
 
 
@@ -108,10 +115,13 @@ def _head(seen: Seen, status: Mapping[str, Any], away: str) -> Iterator[Text]:
     if away:
         yield line(f"no connection: {away}; this is of {clock}, trying again", "bold red")
     yield line(
-        f"{status['tokens_per_s']:.0f} tokens/s; sessions {sessions['live']}, turns on engines "
+        f"{status['tokens_per_s']:.0f} tokens/s; sessions {len(seen.tables['sessions'])}, turns on engines "
         f"{turns_on(status['engines'])}, waiting {sessions['queued']}; buffer {buffer['trajectories']}, leased "
-        f"{buffer['leased']}; staleness of tokens {_mean(status['staleness']['generation'])}"
+        f"{buffer['leased']}{evicted(buffer)}; staleness of tokens {_mean(status['staleness']['generation'])}"
     )
+    if points := sorted(seen.tables.get("rewards", {}).values()):
+        (_, of, first), (_, newest_of, newest) = points[0], points[-1]
+        yield line(f"reward {newest:.3f} on the mean of the last {newest_of} sessions, {first:.3f} of the first {of}")
     admission = status["admission"]
     if admission["bound"] is not None:
         counted = admission["running"] + admission["buffered"]

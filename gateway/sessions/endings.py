@@ -165,6 +165,8 @@ class Endings:
         self._close(state, ended, reward=reward)
         self._counters.trajectories_finished += 1
         self._durations.ended(trajectories[0].finished_unix_s - trajectories[0].started_unix_s)
+        if state.spec.trains:
+            self._trainer.rewards.add(unix_s(), sum(leaf.reward / len(trajectories) for leaf in trajectories))
         await self._after(state, ended, is_written=stored)
         if undelivered is not None:
             raise undelivered

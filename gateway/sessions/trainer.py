@@ -26,6 +26,7 @@ from gateway.core.admission import (
 )
 from gateway.core.fleet import FleetState
 from gateway.core.retry_after import Pace, retry_for_a_batch
+from gateway.core.reward_curve import RewardCurve
 from gateway.core.scheduler import Admission
 from gateway.core.selection import ANY, Bound, Entry
 from gateway.core.sessions import SessionState
@@ -111,6 +112,7 @@ class Trainer:
         store: ReaderStore | None = None,
     ) -> None:
         self.staleness = Staleness()
+        self.rewards = RewardCurve()  # of sessions for training, as they finish
         self._said = 0  # the version that a reader reported last
         self._config, self._fleet, self._live, self._buffer = config, fleet, live, buffer
         self._readers, self._store = Readers(), store

@@ -31,6 +31,7 @@ NEXT: dict[Phase, Sequence[Phase]] = {
     "move": ("prefill",),
     "tool": ("queue",),
     "reward": ("tool",),
+    "idle": ("queue",),
 }
 STATUS: dict[str, Any] = {
     "model": "policy",
@@ -66,6 +67,8 @@ STATUS: dict[str, Any] = {
     "store_failure": "",
     "unreachable_relays": [],
     "refused_relays": {},
+    "engines_elsewhere": {},
+    "unclaimed": "",
     "shared_experience": None,
 }
 
@@ -96,6 +99,7 @@ class MadeUp:
             "gateway": status,
             "engines": {name: self._engine(name, tick // 50 + at) for at, name in enumerate(self._engines)},
             "receipts": {},
+            "rewards": {},
             "relays": {},
             "sessions": dict(self._rows),
         }

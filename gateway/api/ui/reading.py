@@ -20,7 +20,9 @@ from gateway.experience import ExperienceBuffer
 from gateway.fleet.fleet import Fleet
 from gateway.operate.status import GatewayStatus
 from gateway.repack.loop import Repacker
+from gateway.runtime.clock import unix_s
 from gateway.runtime.supervisor import rpc_result
+from gateway.sessions.trainer import Trainer
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Timeline
 from gateway.store.timeline import TimelineEvent
@@ -51,6 +53,7 @@ class Parts:
     status: GatewayStatus
     fleet: Fleet
     sessions: TurnService
+    trainer: Trainer
     repacker: Repacker
     buffer: ExperienceBuffer
     timeline: Timeline
@@ -80,6 +83,7 @@ class Reading:
         return {
             "gateway": fields,
             "engines": engines,
+            "rewards": self._parts.trainer.rewards.points(),
             "receipts": {str(one.number): _shortened(plain(receipt_report(one))) for one in newest},
         }
 
@@ -87,14 +91,15 @@ class Reading:
         found: dict[str, SessionRow] = {}
         live = list(self._parts.sessions.live)
         for begin in range(0, len(live), STEP_SESSIONS):
+            now = unix_s()
             for state in live[begin : begin + STEP_SESSIONS]:
-                found[state.session_id] = self._row(state)
+                found[state.session_id] = self._row(state, now)
             await asyncio.sleep(0)
         return found
 
-    def _row(self, state: SessionState) -> SessionRow:
+    def _row(self, state: SessionState, now_unix_s: float) -> SessionRow:
         if not state.running:
-            return session_row(state, ())
+            return session_row(state, (), idle=self._parts.trainer.kept_by(state, now_unix_s) is None)
         running = self._parts.sessions.running
         turns = [running[turn_id] for turn_id in state.running if turn_id in running]
         return session_row(state, [(turn.record, turn.engine) for turn in turns])

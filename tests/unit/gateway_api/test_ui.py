@@ -21,6 +21,7 @@ from gateway.core.types import EngineName, SessionId
 from gateway.operate.feed_reader import Seen, frames
 from protos.errors import OutOfCapacity, Unavailable
 from tests.support.scripted_engine import ScriptedEngine, until
+from tests.ui.synthetic import STATUS
 from tests.unit.gateway_api.test_status import complete, config, gateway, get
 
 MAKES_MARKUP = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", " style=")
@@ -188,6 +189,48 @@ async def test_the_feed_shows_what_status_says_and_the_sessions(tmp_path: Path) 
         assert seen.status["buffer"]["trajectories"] == 1
         assert found.fleet.state.engines[EngineName("e0")].version == 3
         assert found.parts.live.find(SessionId("s")) is None
+
+
+async def table_in_the_feed(url: str, name: str) -> Any:
+    async with aclosing(frames(url, limit=1)) as messages:
+        _, frame = await anext(messages)
+        return frame.tables[name].set
+
+
+async def test_a_session_that_nobody_uses_is_idle_in_the_feed(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, idle_after_s=0.0) as (found, http):
+        async with http.post("/sessions", json={"session_id": "s"}) as made:
+            assert made.status == 200
+        assert (await complete(http, "/sessions/s/v1/completions"))[0] == 200
+        assert (await table_in_the_feed(found.url, "sessions"))["s"][0] == "idle"
+        async with http.post("/sessions/s/finish", json={}) as ended:
+            assert ended.status == 200
+        assert (await table_in_the_feed(found.url, "sessions"))["s"][0] == "reward"
+
+
+async def test_the_feed_has_the_mean_reward_of_finished_training_sessions(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
+        for name, split, reward in (("a", "train", 1.0), ("b", "train", 0.5), ("c", "eval", -9.0)):
+            async with http.post("/sessions", json={"session_id": name, "split": split}) as made:
+                assert made.status == 200
+            assert (await complete(http, f"/sessions/{name}/v1/completions"))[0] == 200
+            async with http.post(f"/sessions/{name}/finish", json={"reward": reward}) as ended:
+                assert ended.status == 200
+        points = (await table_in_the_feed(found.url, "rewards")).values()
+        assert sum(sessions for _, sessions, _ in points) == 2
+        assert sum(sessions * mean for _, sessions, mean in points) == 1.5
+
+
+async def test_the_page_reads_what_the_gateway_and_the_made_up_fleet_report(tmp_path: Path) -> None:
+    read = {
+        name
+        for file in page_files().values()
+        for name in re.findall(r'\b(?:field|status)\("(\w+)"\)', file.body.decode())
+    }
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        reported = (await get(http, "/status")).keys() | {"sampled"}
+    assert read - reported == set()
+    assert read - STATUS.keys() == set(), "tests.ui.synthetic"
 
 
 async def test_the_page_is_served_with_its_policy_and_again_only_when_it_changed(tmp_path: Path) -> None:

@@ -68,6 +68,14 @@ def test_without_a_turn_it_waits_for_its_agent_or_its_reward() -> None:
     assert phase(unrewarded=Unrewarded(Finish(), TOUCHED)) == "reward"
 
 
+def test_a_session_that_nothing_keeps_is_idle_and_not_at_its_tools() -> None:
+    gone = session_row(session(), (), idle=True)
+    assert (gone.phase, gone.since_unix_s) == ("idle", TOUCHED)
+    ended = session(unrewarded=Unrewarded(Finish(), TOUCHED))
+    assert session_row(ended, (), idle=True).phase == "reward"
+    assert session_row(session(), [(turn(), None)], idle=True).phase == "queue"
+
+
 def test_of_several_turns_the_busiest_counts_in_whatever_order() -> None:
     several = [(turn(), None), (turn(1, ("e1", 0)), E1), (turn(0, ("e0", 0)), E0)]
     for running in (several, several[::-1]):

@@ -26,17 +26,36 @@ async def test_once_it_prints_the_gateway_as_it_is(tmp_path: Path) -> None:
     gone = ScriptedEngine("gone", url="http://127.0.0.1:9")
     async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, gone) as (found, http):
         await complete(http)
-        async with http.post("/sessions", json={"session_id": "s"}) as made:
-            assert made.status == 200
+        for name in ("s", "ended"):
+            async with http.post("/sessions", json={"session_id": name}) as made:
+                assert made.status == 200
+        await complete(http, "/sessions/ended/v1/completions")
+        async with http.post("/sessions/ended/finish", json={"reward": 0.5}) as ended:
+            assert ended.status == 200
         told = await asyncio.to_thread(CliRunner().invoke, cli, ["top", "--url", found.url, "--once"])
     assert told.exit_code == 0, told.output
     lines = told.output.splitlines()
     assert lines[0].startswith("Laminar policy, mode repack, version 0 (the trainer's 0), ")
     assert "sessions 1, turns on engines 0, waiting 0" in told.output
     assert any(line.startswith("tool") and line.endswith(" 1") for line in lines)
+    assert "reward 0.500 on the mean of the last 1 sessions, 0.500 of the first 1" in lines
     assert any(line.startswith("v0") and line.endswith("1 engines, 0 turns") for line in lines), "none that is gone"
     assert any(line.startswith("! gone") and "127.0.0.1:9" in line for line in lines)
     assert any("engine e0 serving" in line for line in lines), "its events"
+
+
+async def test_a_session_that_nobody_uses_is_idle_and_lost_work_is_counted(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, idle_after_s=0.0, experience_max=1) as (found, http):
+        for name in ("a", "b", "left"):
+            async with http.post("/sessions", json={"session_id": name}) as made:
+                assert made.status == 200
+            await complete(http, f"/sessions/{name}/v1/completions")
+            if name != "left":
+                async with http.post(f"/sessions/{name}/finish", json={"reward": 0.5}) as ended:
+                    assert ended.status == 200
+        told = await asyncio.to_thread(CliRunner().invoke, cli, ["top", "--url", found.url, "--once"])
+    assert "buffer 1, leased 0; evicted unused: 1 for room" in told.output
+    assert any(line.startswith("idle") and line.endswith(" 1") for line in told.output.splitlines())
 
 
 async def test_without_a_terminal_or_a_gateway_it_says_so(tmp_path: Path) -> None:
