@@ -18,6 +18,7 @@ from aiohttp import web
 from gateway.api.ui.feed import TICK_S, Event
 from gateway.core.feed import Tables
 from gateway.core.phases import Phase, SessionRow
+from gateway.core.reward_curve import RewardCurve
 from gateway.runtime.clock import unix_s
 from tests.ui.synthetic import STATUS, serve
 
@@ -27,6 +28,7 @@ LASTS_S: dict[Phase, float] = {
     "decode": 16.0,
     "move": 0.9,
     "tool": 7.0,
+    "idle": 60.0,
     "reward": 3.0,
 }
 PUBLISH_S, REPACK_S, LOAD_S = 45.0, 2.2, 6.0
@@ -50,9 +52,12 @@ class Picture:
         self._rows: dict[str, SessionRow] = {}
         self._due: list[tuple[float, str]] = []
         self._until: dict[str, float] = {}
+        self._rewards = RewardCurve()
         self._receipts: list[dict[str, Any]] = []
         self._log: list[dict[str, Any]] = []
         self._publish_at, self._repack_at = self._began + PUBLISH_S, self._began + REPACK_S
+        for second in range(2400):
+            self._finish(self._began - 2400 + second)
         for _ in range(sessions):
             self._start(self._began, self._random.choice(["decode", "decode", "decode", "tool", "prefill"]))
 
@@ -63,13 +68,19 @@ class Picture:
         name = f"repair-{next(self._numbers):05}"
         self._set(now, name, SessionRow(phase, engine, self._engines[engine], now, 0, int(phase != "tool"), 0))
 
+    def _finish(self, now: float) -> None:
+        """With a reward that grows as a policy learns."""
+        learnt = 1 - 1 / (1 + (now - self._began + 2400) / 900)
+        self._rewards.add(now, float(self._random.random() < 0.15 + 0.7 * learnt))
+
     def _set(self, now: float, name: str, row: SessionRow) -> None:
         self._rows[name] = row
         self._until[name] = now + self._random.gammavariate(2.0, LASTS_S[row.phase] / 2)
         heapq.heappush(self._due, (self._until[name], name))
 
     def _next(self, now: float, name: str, row: SessionRow) -> None:
-        follows: dict[Phase, Phase] = {"queue": "prefill", "prefill": "decode", "move": "prefill", "tool": "queue"}
+        follows: dict[Phase, Phase] = {"queue": "prefill", "prefill": "decode", "move": "prefill"}
+        follows |= {"tool": "queue", "idle": "queue"}
         if row.phase == "decode":
             turns = row.turns + 1
             over = turns >= 2 + self._random.expovariate(0.5)
@@ -78,7 +89,10 @@ class Picture:
             )
         elif row.phase == "reward":
             del self._rows[name], self._until[name]
+            self._finish(now)
             self._start(now)
+        elif row.phase == "tool" and self._random.random() < 0.004:
+            self._set(now, name, SessionRow("idle", row.engine, row.version, now, row.turns, 0, row.moves))
         else:
             phase = follows[row.phase]
             self._set(now, name, SessionRow(phase, row.engine, row.version, now, row.turns, 1, row.moves))
@@ -153,7 +167,8 @@ class Picture:
             waiting += row.phase == "queue"
         return {
             "gateway": self._status(sum(running.values()), waiting),
-            "engines": {name: self._engine(name, running[name]) for name in self._engines},
+            "engines": {name: self._engine(name, running[name]) for name in self._engines} | {"e99": self._dead()},
+            "rewards": self._rewards.points(),
             "receipts": {str(one["number"]): one for one in self._receipts},
             "relays": self._relays(),
             "sessions": dict(self._rows),
@@ -239,6 +254,11 @@ class Picture:
             "held_by": held,
             "reason": "" if state == "serving" else f"version {self._newest} is at its relay",
         }
+
+    def _dead(self) -> dict[str, Any]:
+        engine = self._engine(next(iter(self._engines)), 0)
+        why = "no response within 5 s"
+        return engine | {"name": "e99", "state": "dead", "intake": "closed", "admitted": 0, "last_error": why}
 
     def _relays(self) -> dict[str, Any]:
         names = ("trainer-0", "engines-0", "engines-1", "engines-2", "engines-3")

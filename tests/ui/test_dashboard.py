@@ -20,7 +20,8 @@ from tests.unit.gateway_api.test_status import gateway, get
 
 pytestmark = [pytest.mark.ui, pytest.mark.slow, pytest.mark.timeout(300)]
 
-LIVE = "document.body.dataset.feed === 'live' && document.querySelector('.tile .figure').textContent !== ''"
+LIVE = "document.body.dataset.feed === 'live' && document.querySelector('#buffer dd')"
+"""The panels are drawn in turns, from the tiles on."""
 MARKUP = "<script>alert(1)<script><img|src=x|onerror=alert(1)>"
 """A name that a session may have, and that would do harm as markup."""
 
@@ -48,9 +49,9 @@ def turn_of(http: aiohttp.ClientSession, session: str, prompt: list[int], max_to
     return asyncio.create_task(call(http, f"/sessions/{session}/v1/completions", body))
 
 
-def tile(title: str) -> str:
+def tile(title: str, part: str = ".figure") -> str:
     found = f"[...document.querySelectorAll('.tile')].find((one) => one.firstChild.textContent === {title!r})"
-    return f"{found}.querySelector('.figure').textContent"
+    return f"{found}.querySelector({part!r}).textContent"
 
 
 def legend(phase: str) -> str:
@@ -98,6 +99,8 @@ async def test_a_session_is_shown_token_by_token_and_names_are_text(tab: Page, t
         record = await get(http, f"/sessions/{quote(MARKUP, safe='')}/trajectories?tokens=true")
         shown = await tab.evaluate("[...document.querySelectorAll('.token')].map((one) => one.textContent)")
         assert shown == [text.replace("\n", "⏎\n") for text in record["trajectories"][0]["tokens"]]
+        lines = "[...document.querySelectorAll('#session .legend [class^=doubt]')].map((one) => one.textContent)"
+        assert await tab.evaluate(lines) == [f"probability below {share} %" for share in (37, 14, 5)]
         await tab.evaluate("document.querySelector('.transcript').focus()")
         for _ in range(4):
             await tab.key("ArrowRight")
@@ -201,6 +204,94 @@ async def test_the_timeline_is_used_by_keys_alone(tab: Page, tmp_path: Path) -> 
         await asyncio.gather(*turns)
 
 
+async def finish(http: aiohttp.ClientSession, session: str, reward: float) -> None:
+    await call(http, "/sessions", {"session_id": session})
+    await turn_of(http, session, [5, 6, 7])
+    await call(http, f"/sessions/{session}/finish", {"reward": reward})
+
+
+async def test_the_mean_reward_of_finished_sessions_is_a_curve_and_a_table(tab: Page, tmp_path: Path) -> None:
+    async with ScriptedEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (found, http):
+        await open_dashboard(tab, found.url)
+        assert "No session for training has finished" in await tab.text("#reward-about")
+        await finish(http, "s1", 0.25)
+        await finish(http, "s2", 0.75)
+        await tab.until(
+            "document.querySelector('#reward-about').innerText.startsWith('0.5 on the mean of the last 2 sessions')",
+            "the mean",
+        )
+        for reward in (-1.0, 2.0):  # of other points
+            found.parts.trainer.rewards.add(100.0 + reward * 10, reward)
+        await tab.until("document.querySelector('.rewards polyline').points.length === 3", "a curve")
+        await tab.evaluate("document.querySelector('#reward details').open = true")
+        await tab.until("document.querySelectorAll('#reward tbody tr').length === 3", "its table")
+        table = "[...document.querySelectorAll('#reward tbody tr')].map((row) => row.cells[1].textContent)"
+        assert await tab.evaluate(table) == ["0.5", "2", "-1"], "the newest first"
+        assert await tab.evaluate("document.querySelector('.rewards').getAttribute('role')") == "img"
+
+
+async def test_what_is_dead_looks_dead(tab: Page, tmp_path: Path) -> None:
+    e0, e1 = ScriptedEngine("e0", version="3"), ScriptedEngine("e1", version="3")
+    async with e0, e1, gateway(tmp_path, e0, e1, idle_after_s=0.0) as (found, http):
+        await call(http, "/sessions", {"session_id": "left"})
+        await turn_of(http, "left", [5, 6, 7])
+        await open_dashboard(tab, found.url)
+        await tab.until(f"{legend('Idle')} === '1'", "the session that nobody uses")
+        assert await tab.evaluate(legend("Tool")) == "0"
+        assert await tab.evaluate(tile("Live sessions", ".alarm")) == "1 idle"
+        await tab.until("document.querySelector('#versions').innerText.includes('2 engines')", "both engines")
+        await e1.die()
+        await tab.until(f"{tile('Engines serving', '.alarm')} === '1 dead'", "the dead engine")
+        await tab.until("document.querySelector('#engines tr').className === 'dead'", "the dead one first")
+        row = await tab.evaluate(
+            "[...document.querySelector('#engines tr').cells].slice(3).map((one) => one.innerText)"
+        )
+        assert row == ["–", "–", "–"], "neither intake, nor turns, nor KV"
+        await tab.until("document.querySelector('#versions').innerText.includes('1 engine,')", "that it serves none")
+        assert "Down" in await tab.text("#legend")
+        colour = "getComputedStyle(document.querySelector('.swatch.%s')).backgroundColor"
+        assert await tab.evaluate(colour % "down") != await tab.evaluate(colour % "version")
+
+
+async def test_work_that_was_lost_is_not_in_small_print(tab: Page, tmp_path: Path) -> None:
+    async with ScriptedEngine("e0", version="3") as e0, gateway(tmp_path, e0, experience_max=1) as (found, http):
+        await open_dashboard(tab, found.url)
+        assert await tab.evaluate(tile("Experience buffer", ".alarm")) == ""
+        await finish(http, "s1", 1.0)
+        await finish(http, "s2", 1.0)
+        await tab.until(f"{tile('Experience buffer', '.alarm')} === '1 evicted unused'", "the loss")
+        lost = await tab.until("document.querySelector('#buffer .wait.bad')?.innerText", "the loss, with its reason")
+        assert lost.startswith("1 evicted unused, for room"), lost
+
+
+async def test_the_tiles_and_the_legend_are_of_one_moment(tab: Page, tmp_path: Path) -> None:
+    async with ScriptedEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (found, http):
+        await open_dashboard(tab, found.url)
+        both = f"{tile('Live sessions')} + ' of ' + [...document.querySelectorAll('#legend b')]"
+        both += ".reduce((sum, one) => sum + Number(one.textContent), 0)"
+        await tab.evaluate(
+            f"(window.seen = new Set(), new MutationObserver(() => window.seen.add({both})).observe("
+            "document.querySelector('main'), {subtree: true, childList: true, characterData: true}), true)"
+        )
+        for number in range(12):
+            await call(http, "/sessions", {"session_id": f"s{number}"})
+            await tab.until(f"{legend('Tool')} === '{number + 1}'", "another session")
+        seen = await tab.evaluate("[...window.seen]")
+        assert len(seen) >= 12
+        assert [one for one in seen if len(set(one.split(" of "))) != 1] == []
+
+
+async def test_a_panel_that_fails_is_said_and_stops_no_other(tab: Page, tmp_path: Path) -> None:
+    async with ScriptedEngine("e0", version="3") as e0, gateway(tmp_path, e0) as (found, http):
+        await open_dashboard(tab, found.url)
+        await tab.evaluate("Number.prototype.toPrecision = () => { throw new Error('made to fail') }, true")
+        await finish(http, "s1", 1.0)
+        await tab.until("document.querySelector('#banner').innerText.includes('made to fail')", "notice of it")
+        await call(http, "/sessions", {"session_id": "s2"})
+        await tab.until(f"{tile('Live sessions')} === '1'", "the others go on")
+        tab.complaints.clear()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)], ids=["laptop", "phone"])
 async def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(
@@ -213,6 +304,7 @@ async def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(
         await call(http, "/sessions", {"session_id": "s1"})
         await turn_of(http, "s1", [5, 6, 7])
         await open_dashboard(tab, found.url)
+        await finish(http, "s0", 0.5)
         await show(tab, "s1")
         await tab.until("document.querySelector('.token')", "the transcript")
         await tab.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")

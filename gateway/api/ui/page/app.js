@@ -6,9 +6,11 @@ import { byId, setText } from "./dom.js";
 import { Events } from "./events.js";
 import { Experience } from "./experience.js";
 import { Feed, storeKey } from "./feed.js";
+import { Figures } from "./figures.js";
 import { Fleet } from "./fleet.js";
 import { clock } from "./format.js";
 import { Repack } from "./repack.js";
+import { Reward } from "./reward.js";
 import { Session } from "./session.js";
 import { Spans } from "./spans.js";
 import { Tables } from "./tables.js";
@@ -21,7 +23,7 @@ const spans = new Spans();
 const session = new Session();
 const timeline = new Timeline(spans);
 const controls = new Controls(timeline, { onOpen: (id) => session.open(id, true) });
-const panels = [new Fleet(), new Waits(), new Chain(), new Repack(), new Experience(), new Events(), session].map((panel) => ({ panel, dirty: false, drawnAt: 0 }));
+const panels = [new Figures(spans.counts), new Reward(), new Fleet(), new Waits(), new Chain(), new Repack(), new Experience(), new Events(), session].map((panel) => ({ panel, dirty: false, drawnAt: 0 }));
 let lostAt = null; // by the gateway's clock: when the connection ended
 let shownUntil = 0;
 
@@ -75,6 +77,7 @@ function hush() {
 
 /** Once for each frame of the display: the timeline, or one panel, whichever has waited. */
 function draw(ms) {
+  requestAnimationFrame(draw); // first: what a panel throws does not stop the others
   timeline.frame(ms);
   if (shownUntil && ms > shownUntil) hush();
   if (tables.t) {
@@ -86,9 +89,9 @@ function draw(ms) {
       controls.render();
     }
   }
-  requestAnimationFrame(draw);
 }
 
+addEventListener("error", ({ message }) => say(`A part of this page has failed, and may show what is old: ${message}. Reload the page; the gateway itself is not concerned.`));
 const feed = new Feed("ui/feed", { onFrame, onState });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -1,18 +1,14 @@
-// What keys, buttons and pointers do to the timeline, and the figures of its legend.
+// What keys, buttons and pointers do to the timeline.
 
-import { byId, el, setText } from "./dom.js";
-import { count } from "./format.js";
-import { PHASES } from "./spans.js";
+import { byId, setText } from "./dom.js";
 
 const SPANS_S = [30, 120, 300];
-const PHASE_TEXT = { decode: "Decode", prefill: "Prefill", move: "Move", queue: "Queue", tool: "Tool", reward: "Reward" };
 
 export class Controls {
   /** `onOpen(id)`: a session is to be shown whole. */
   constructor(timeline, { onOpen }) {
     this.timeline = timeline;
     this.onOpen = onOpen;
-    this.legend();
     this.listen();
   }
 
@@ -44,19 +40,8 @@ export class Controls {
     setText(byId("pause"), pausedAt === null ? "Pause" : "Resume");
   }
 
-  legend() {
-    this.counts = new Map();
-    for (const phase of PHASES) {
-      const number = el("b", {}, "0");
-      this.counts.set(phase, number);
-      byId("legend").append(el("li", {}, el("span", { class: `swatch ${phase}`, "aria-hidden": "true" }), `${PHASE_TEXT[phase]} `, number));
-    }
-    byId("legend").append(el("li", {}, el("span", { class: "swatch version", "aria-hidden": "true" }), "Version"));
-  }
-
-  /** The figures beside the canvas. */
+  /** What is chosen or pointed at goes on. */
   render() {
-    PHASES.forEach((phase, at) => setText(this.counts.get(phase), count(this.timeline.spans.counts[at])));
     if (this.timeline.selected !== null || this.timeline.hover !== null) this.timeline.tell();
   }
 

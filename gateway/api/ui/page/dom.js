@@ -47,6 +47,14 @@ export function keyed(parent, make) {
   };
 }
 
+/** A line through points, in the coordinates of its box, which is stretched to the room that it gets. */
+export function curve(width, height, props) {
+  const [chart, line] = ["svg", "polyline"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+  for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", ...props })) chart.setAttribute(name, value);
+  chart.append(line);
+  return { node: chart, draw: (points) => line.setAttribute("points", points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join(" ")) };
+}
+
 /** A horizontal bar from 0 to 1, with its figure beside it as text. */
 export function bar() {
   const fill = el("span", { class: "fill" });

@@ -1,8 +1,8 @@
-// Staleness, the experience buffer and the prompt pool.
+// Staleness, the experience buffer and what left it unused, and the prompt pool.
 
 import { bar, byId, el, keyed, setText } from "./dom.js";
 import { bytes, count, plural, seconds, share, short } from "./format.js";
-import { meanOf } from "./fleet.js";
+import { waitItem } from "./waits.js";
 
 const MOMENTS = [["generation", "When generated", "tokens"], ["finish", "When finished", "trajectories"], ["use", "When sampled", "trajectories"]];
 const BEHIND_MAX = 6; // beyond it all together
@@ -14,7 +14,9 @@ export class Experience {
     byId("staleness").append(el("h3", {}, "Staleness, in versions"), el("div", { class: "histograms" }, ...this.histograms.map((one) => one.node)));
     this.fill = bar();
     this.buffer = el("dl", { class: "facts" });
-    byId("buffer").append(el("h3", {}, "Buffer"), this.fill.node, this.buffer);
+    const evicted = el("ul", { class: "list" });
+    byId("buffer").append(el("h3", {}, "Buffer"), this.fill.node, evicted, this.buffer);
+    this.evictions = keyed(evicted, waitItem);
     this.pool = el("dl", { class: "facts" });
     byId("pool").append(el("h3", {}, "Prompt pool"), this.pool);
     this.bufferFacts = keyed(this.buffer, factItem);
@@ -25,6 +27,7 @@ export class Experience {
     for (const histogram of this.histograms) histogram.render(tables.field("staleness"));
     const buffer = tables.field("buffer");
     this.fill.update(buffer.trajectories / Math.max(1, buffer.capacity), `${count(buffer.trajectories)} of ${count(buffer.capacity)}`);
+    this.evictions(evictions(buffer), ({ text }) => text);
     this.bufferFacts(bufferFacts(buffer, tables.field("sampled")), ([name]) => name);
     const pool = tables.field("prompt_pool");
     this.poolFacts(
@@ -34,13 +37,32 @@ export class Experience {
   }
 }
 
+/** The mean of a histogram {value: number of}. */
+export function meanOf(histogram) {
+  const entries = Object.entries(histogram ?? {});
+  const all = entries.reduce((total, [, n]) => total + n, 0);
+  return all ? entries.reduce((total, [value, n]) => total + Number(value) * n, 0) / all : null;
+}
+
+/** Finished trajectories that no trainer used up, though nobody asked for that. */
+export const lostWork = (buffer) => buffer.evicted_stale + buffer.evicted_for_room;
+
+const EVICTIONS = [
+  ["evicted_stale", "bad", "evicted unused, too stale: fewer runners, larger batches or a larger --staleness-max keep them"],
+  ["evicted_for_room", "bad", "evicted unused, for room: trainers sample too little, or --experience-max is too small"],
+  ["evicted_equal", "info", "evicted for the equal rewards of their groups, as a reader asked"],
+  ["evicted_by_readers", "info", "evicted by readers"],
+];
+
+function evictions(buffer) {
+  return EVICTIONS.filter(([name]) => buffer[name]).map(([name, kind, text]) => ({ kind, who: count(buffer[name]), text }));
+}
+
 function bufferFacts(buffer, sampled) {
-  const evicted = buffer.evicted_stale + buffer.evicted_for_room + buffer.evicted_equal + buffer.evicted_by_readers;
   const facts = [
     ["leased", count(buffer.leased)],
     ["added", count(buffer.added)],
     ["used up", count(buffer.acked)],
-    ["evicted", `${count(evicted)}${buffer.evicted_stale ? `, ${count(buffer.evicted_stale)} too stale` : ""}`],
     ["bytes", bytes(buffer.num_bytes)],
   ];
   if (sampled.reward.count) {

@@ -2,10 +2,11 @@
 
 import { byId, el, setText } from "./dom.js";
 import { authorization, errorOf } from "./feed.js";
-import { byName, count, plural, seconds } from "./format.js";
+import { byName, count, plural, seconds, share } from "./format.js";
 
 const TOKENS_MAX = 4000; // of one trajectory, drawn at once
 const LISTED_MAX = 500; // names offered while one is typed
+const DOUBTS = [1, 2, 3]; // from so many nats on a token is underlined
 const AGAIN_MS = 1000; // between two requests for a session that goes on
 
 export class Session {
@@ -117,7 +118,7 @@ export class Session {
     if (this.tokens) walkable(box, about, trajectory);
     const rest = trajectory.token_ids.length - this.shown;
     const more = rest > 0 ? el("button", { type: "button", onclick: () => this.more() }, `Show ${count(Math.min(rest, TOKENS_MAX))} of ${count(rest)} tokens more`) : null;
-    return el("div", {}, versionLegend(versions), box, more, about);
+    return el("div", {}, tokenLegend(versions), box, more, about);
   }
 
   more() {
@@ -142,8 +143,10 @@ function facts(id, state, phase, trajectory) {
 
 const shade = (versions, version) => `v${versions.indexOf(version) % 6}`;
 
-function versionLegend(versions) {
-  return el("ul", { class: "legend" }, el("li", {}, el("span", { class: "swatch prompt", "aria-hidden": "true" }), "not sampled: prompt, tools"), ...versions.map((version) => el("li", {}, el("span", { class: `swatch ${shade(versions, version)}`, "aria-hidden": "true" }), `sampled under version ${version}`)));
+function tokenLegend(versions) {
+  const swatch = (kind, text) => el("li", {}, el("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), text);
+  const lines = DOUBTS.map((nats) => el("li", {}, el("span", { class: `doubt${nats}` }, `probability below ${share(Math.exp(-nats))}`)));
+  return el("ul", { class: "legend" }, swatch("prompt", "not sampled: prompt, tools"), ...versions.map((version) => swatch(shade(versions, version), `sampled under version ${version}`)), ...lines);
 }
 
 /** One turn's part. `tokens`: the text of each, or null for the whole text. */
@@ -159,7 +162,7 @@ function spanOf(span, end, trajectory, tokens, versions) {
 
 function tokenOf(at, trajectory, text, sampled, versions) {
   const version = trajectory.versions[at];
-  const doubt = sampled ? Math.min(3, Math.floor(-trajectory.logprobs[at])) : 0;
+  const doubt = sampled ? Math.min(DOUBTS.at(-1), Math.floor(-trajectory.logprobs[at])) : 0;
   const kind = sampled && version >= 0 ? shade(versions, version) : "prompt";
   return el("span", { class: `token ${kind} doubt${Math.max(0, doubt)}`, "data-at": at }, text.replaceAll("\n", "⏎\n"));
 }

@@ -5,7 +5,9 @@
 // - a slot has at most one open stay; a stay keeps its slot from its beginning to its end;
 // - what ended before the time kept is forgotten, and at most SPANS_MAX phases are kept, the newest.
 
-export const PHASES = ["decode", "prefill", "move", "queue", "tool", "reward"];
+export const PHASES = ["decode", "prefill", "move", "queue", "tool", "idle", "reward"];
+export const DOWN = new Set(["dead", "fenced", "suspected", "gone"]); // states of engines; in others they serve, or load
+export const serves = ({ state }) => state === "serving" || state === "draining";
 export const WAITING = ""; // the band of sessions that were never placed
 const KEPT_S = 310;
 const SPANS_MAX = 600_000;
@@ -30,7 +32,7 @@ export class Band {
     this.slots = []; // of stays, the oldest first
     this.free = []; // slots without an open stay, descending
     this.marks = []; // {t, version} where its version changed
-    this.downs = []; // {start, end}: it did not serve
+    this.downs = []; // {start, end, kind}: it did not serve; "version": to load one, or "down"
     this.version = null;
     this.state = "";
     this.open = 0;
@@ -93,10 +95,10 @@ export class Spans {
       if (band.version !== null) band.marks.push({ t, version });
       band.version = version;
     }
-    const serves = state === "serving" || state === "draining";
-    const last = band.downs.at(-1);
-    if (!serves && last?.end !== OPEN) band.downs.push({ start: t, end: OPEN });
-    if (serves && last?.end === OPEN) last.end = t;
+    const kind = DOWN.has(state) ? "down" : serves({ state }) ? "" : "version";
+    const open = band.downs.at(-1)?.end === OPEN ? band.downs.at(-1) : undefined;
+    if (open !== undefined && open.kind !== kind) open.end = t;
+    if (kind && open?.kind !== kind) band.downs.push({ start: t, end: OPEN, kind });
     band.state = state;
   }
 

@@ -3,7 +3,7 @@
 import { byId, setText } from "./dom.js";
 import { byName, plural, seconds } from "./format.js";
 import { layout, paint, stayAt } from "./paint.js";
-import { PHASES, WAITING } from "./spans.js";
+import { DOWN, PHASES, WAITING } from "./spans.js";
 import { theme } from "./theme.js";
 
 export const ROWS = [1, 2, 4, 8, 14]; // heights of a row in CSS pixels
@@ -125,7 +125,7 @@ export class Timeline {
     this.drawThumb();
   }
 
-  /** Where engines did not serve, and where their versions changed. */
+  /** Where engines loaded or were down, and where their versions changed. */
   drawDowns(view) {
     const { context, dpr } = this;
     context.save();
@@ -138,8 +138,9 @@ export class Timeline {
         const from = this.x(down.start);
         const to = this.x(Math.min(down.end, view.now));
         if (to <= this.gutter) continue;
-        context.fillStyle = theme.css("--version");
-        context.globalAlpha = 0.35;
+        const isDown = down.kind === "down";
+        context.fillStyle = theme.css(isDown ? "--bad" : "--version");
+        context.globalAlpha = isDown ? 0.6 : 0.35;
         context.fillRect(from, at, Math.max(2 * dpr, to - from), height - 1);
         context.globalAlpha = 1;
       }
@@ -187,12 +188,12 @@ export class Timeline {
       const at = Math.max(0, y - this.view.top);
       if (at < free || at + 12 * this.dpr > this.plotHeight) continue;
       free = at + 12 * this.dpr;
-      const serves = band.state === "serving" || band.state === "draining" || band.name === WAITING;
+      const down = DOWN.has(band.state);
       const base = at + (height < 14 * this.dpr ? 9 : 11) * this.dpr;
-      const version = band.version === null ? "" : `v${band.version}`;
       const room = this.gutter - 10 * this.dpr;
-      this.text(band.name === WAITING ? "waiting" : band.name, 4 * this.dpr, base, serves ? "--text" : "--bad", 11, room - version.length * 7 * this.dpr);
-      if (version) this.text(version, this.gutter - (version.length * 6.2 + 6) * this.dpr, base, "--muted", 10);
+      const version = down && room > 90 * this.dpr ? band.state : band.version === null ? "" : `v${band.version}`;
+      this.text(band.name === WAITING ? "waiting" : band.name, 4 * this.dpr, base, down ? "--bad" : "--text", 11, room - version.length * 7 * this.dpr);
+      if (version) this.text(version, this.gutter - (version.length * 6.2 + 6) * this.dpr, base, down ? "--bad" : "--muted", 10);
     }
   }
 

@@ -2,6 +2,7 @@
 
 import { bar, byId, el, keyed, setText } from "./dom.js";
 import { byName, count, plural, seconds } from "./format.js";
+import { serves } from "./spans.js";
 
 const SHOWN_MAX = 40;
 
@@ -47,7 +48,7 @@ export function waits(tables) {
   const found = [];
   const add = (kind, who, text, key) => found.push({ kind, who, text, key });
   if (status("store_failure")) add("bad", "store", `cannot be written, and no turn begins: ${status("store_failure")}`);
-  if (engines.length && !engines.some((engine) => engine.state === "serving" || engine.state === "draining")) add("bad", "turns", "wait for any engine: none serves");
+  if (engines.length && !engines.some(serves)) add("bad", "turns", "wait for any engine: none serves");
   for (const [reason, n] of Object.entries(status("sessions").waiting_for)) add("warn", plural(n, "turn"), reason, reason);
   const admission = status("admission");
   if (admission.full) add("warn", "new sessions", `wait: ${admission.running} running and ${admission.buffered} buffered trajectories reach the bound of ${admission.bound}`, "full");
@@ -74,7 +75,7 @@ export function waits(tables) {
   return found;
 }
 
-function waitItem() {
+export function waitItem() {
   const who = el("b");
   const text = el("span");
   const node = el("li", {}, who, " ", text);
