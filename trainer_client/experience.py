@@ -177,7 +177,17 @@ class AsyncExperienceReader(AsyncClient):
 
     async def _meet(self) -> None:
         """Before the first sample: is there an old run? From its answer on the gateway may be away for a while."""
-        found = await self.statistics()
+        try:
+            found = await self.statistics()
+        except NotFound as error:  # a gateway of before there were statistics
+            if self._on_old_run != "continue":
+                raise InvalidRequest(
+                    f"on_old_run={self._on_old_run!r}, and this gateway is too old to say whether there is an old run",
+                    hint="upgrade the gateway, or leave on_old_run out",
+                ) from error
+            log.info("this gateway is too old to say whether there is an old run")
+            self._met = True
+            return
         if not self._resumed:
             newest, run = found.newest_version, found.newest_run
             if self._first_version:  # published before the first sample, and told of by the publisher

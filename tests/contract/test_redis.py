@@ -173,7 +173,7 @@ async def test_without_the_package_the_error_says_what_to_install(monkeypatch: p
         return real(name, *rest, **named)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(InvalidRequest, match=r"pip install 'laminar-rl\[redis\]'"):
+    with pytest.raises(InvalidRequest, match=r"-m pip install '.*\[redis\]'"):
         await connect("redis://127.0.0.1:1")
 
 

@@ -109,7 +109,7 @@ def test_it_is_off_by_default_and_by_the_standard_variable(monkeypatch: pytest.M
 
 def test_without_its_packages_the_start_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "protos.telemetry.otlp", None)
-    with pytest.raises(InvalidRequest, match=r"pip install 'laminar-rl\[otlp\]'"):
+    with pytest.raises(InvalidRequest, match=r"-m pip install '.*\[otlp\]'"):
         options.start(TelemetryConfig(otlp="http://127.0.0.1:4318"), "laminar-test")
 
 
