@@ -88,7 +88,7 @@ async def load(door: EngineDoor, tls: ssl.SSLContext | None) -> None:
 
 async def _asked(door: EngineDoor, tls: ssl.SSLContext | None) -> bytes:
     reader, writer = await asyncio.open_connection(
-        "127.0.0.1", door.port, ssl=tls, server_hostname=door.host if tls is not None else None
+        door.address, door.port, ssl=tls, server_hostname=door.host if tls is not None else None
     )
     try:
         writer.write(LOAD)

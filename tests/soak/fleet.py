@@ -2,8 +2,10 @@
 
 Invariants:
 - a port is chosen once, outside of those that the kernel gives to connections, and kept over restarts;
+- each relay is on a host of its own, with its engines beside it, and the trainer beside the first: the same paths with
+  other files (where the soak may mount), the same ports at a loopback address of its own (127.0.2.N);
 - relays reach each other and etcd, and gateways the engines behind relays, through links that can be cut; each relay
-  advertises a loopback address of its own (127.0.1.N), where its links listen, and listens itself on 127.0.0.1;
+  advertises 127.0.1.N, where its links listen;
 - gateways have engines of their own and share one Redis; an engine is called at the port in front of it of the relay
   that it loads from, and by nobody past it; every HTTP port of a gateway asks for a key, and every port of a relay for
   credentials.
@@ -12,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 from collections.abc import Sequence
@@ -25,6 +28,7 @@ from tests.soak.links import Link
 from tests.soak.places import EngineDoor, Places
 from tests.soak.processes import Program, Supervised
 from tests.soak.work import MODEL
+from tests.support.hosts import Mounts, own_mounts
 from tests.support.redis_servers import BINARY as REDIS
 from tests.support.redis_servers import DURABLE
 from tests.support.tiny_model import tiny_model
@@ -60,9 +64,12 @@ class Fleet:
     disks: dict[str, Path] = field(default_factory=dict)
     shm: dict[str, Path] = field(default_factory=dict)
     clocks: dict[str, Path] = field(default_factory=dict)
+    hosts: dict[str, Mounts] = field(default_factory=dict)
+    """By relay, where the soak may mount."""
     findings: list[tuple[str, str]] = field(default_factory=list)
     _ports: dict[str, int] = field(default_factory=dict)
     access: Access = field(init=False)
+    _mounted: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
         self.access = Access(self.directory)
@@ -87,9 +94,9 @@ class Fleet:
             self._ports[name] = port
         return self._ports[name]
 
-    def _link(self, name: str, target: str, *, listen: tuple[str, int] | None = None) -> str:
-        """The address through which `target` (a port's name) is reached; the link of that name is made."""
-        link = Link(name, listen or ("127.0.0.1", self._port(f"link {name}")), ("127.0.0.1", self._port(target)))
+    def _link(self, name: str, target: str, *, listen: tuple[str, int] | None = None, at: str = "127.0.0.1") -> str:
+        """The address through which `target` (a port's name, on `at`) is reached; the link of that name is made."""
+        link = Link(name, listen or ("127.0.0.1", self._port(f"link {name}")), (at, self._port(target)))
         self.links[name] = link
         return f"{link.listen[0]}:{link.listen[1]}"
 
@@ -100,17 +107,25 @@ class Fleet:
 
     def relay_address_direct(self, number: int) -> str:
         """For the judge and for strangers, whose calls no fault may cut."""
-        return f"127.0.0.1:{self._port(f'relay-{number} grpc')}"
+        return f"{_own(number)}:{self._port('relay grpc')}"
+
+    def path_on(self, relay: str, path: Path) -> Path:
+        """A path of a relay's host, as the judge reaches it."""
+        return self.hosts[relay].path(path) if relay in self.hosts else path
 
     @property
     def places(self) -> Places:
         """Where strangers try."""
         return Places(
             relays={f"relay-{n}": self.relay_address_direct(n) for n in RELAYS},
-            data={f"relay-{n}": f"127.0.0.1:{self._port(f'relay-{n} data')}" for n in RELAYS},
-            engines={f"engine-{n}": EngineDoor(self._port(f"engine-{n} tls"), _host(_relay_of(n))) for n in ENGINES},
+            data={f"relay-{n}": f"{_own(n)}:{self._port('relay data')}" for n in RELAYS},
+            engines={f"engine-{n}": self._door(n) for n in ENGINES},
             gateways={f"gateway-{n}": f"http://127.0.0.1:{self._port(f'gateway-{n}')}" for n in GATEWAYS},
         )
+
+    def _door(self, engine: int) -> EngineDoor:
+        relay = _relay_of(engine)
+        return EngineDoor(self._port(f"engine-{engine} tls"), _host(relay), _own(relay))
 
     def gateway_urls(self) -> list[str]:
         return [f"http://127.0.0.1:{self.links[f'gateway-{n}'].listen[1]}" for n in GATEWAYS]
@@ -148,8 +163,9 @@ class Fleet:
             await asyncio.gather(*(one.close() for one in self.processes.values() if one.program.kind in kinds))
         for link in self.links.values():
             await link.close()
-        for directory in [*self.disks.values(), *self.shm.values()] if self.can_mount else ():
+        for directory in self.disks.values() if self.can_mount else ():
             disks.unmount(directory)
+        self._mounted.close()
 
     # ---- the plan
 
@@ -164,11 +180,15 @@ class Fleet:
             self._runner(number)
         self._trainer()
 
-    def _add(self, name: str, kind: str, *argv: str, ready: bool = True, ends: bool = False, **env: str) -> None:
+    def _add(
+        self, name: str, kind: str, *argv: str, beside: str = "", ready: bool = True, ends: bool = False, **env: str
+    ) -> None:
+        """`beside`: the relay on whose host it runs."""
+        on = self.hosts[beside].prefix if beside in self.hosts else ()
         if argv[0] == sys.executable and not clocks.missing():
             self.clocks[name] = self.directory / f"{name}.clock"
             env |= clocks.environment(self.directory, self.clocks[name])
-        program = Program(name, kind, argv, ready, ends, env)
+        program = Program(name, kind, (*on, *argv), ready, ends, env)
         self.processes[name] = Supervised(program, self.directory, lambda who, what: self.findings.append((who, what)))
 
     def _disk(self, of: dict[str, Path], name: str, num_bytes: int) -> Path:
@@ -210,20 +230,33 @@ class Fleet:
         name = f"relay-{number}"
         own = _host(number)
         for of in ("grpc", "data"):
-            self._link(f"{name} {of}", f"{name} {of}", listen=(own, self._port(f"{name} {of}")))
-        self._disk(self.shm, name, SHM_BYTES)
+            port = f"relay {of}"
+            self._link(f"{name} {of}", port, listen=(own, self._port(port)), at=_own(number))
+        memory = self._memory(name)
         engines = [f"engine-{engine}" for engine in ENGINES if _relay_of(engine) == number]
         self._add(
             name,
             "relay",
-            *(sys.executable, "-m", "paramserver", "serve", f"--name={name}", f"--advertise={own}"),
+            *(sys.executable, "-m", "paramserver", "serve", f"--name={name}"),
+            *(f"--host={_own(number)}", f"--advertise={own}"),
             f"--etcd={self._link(f'{name} to etcd', 'etcd')}",
-            *(f"--port={self._port(f'{name} grpc')}", f"--data-port={self._port(f'{name} data')}"),
-            *(f"--pool-dir={self.shm[name] / 'pool'}", f"--pool-bytes={POOL_BYTES}", f"--chunk-bytes={CHUNK_BYTES}"),
+            *(f"--port={self._port('relay grpc')}", f"--data-port={self._port('relay data')}"),
+            *(f"--pool-dir={memory / 'pool'}", f"--pool-bytes={POOL_BYTES}", f"--chunk-bytes={CHUNK_BYTES}"),
             f"--credentials={self.access.of(name)}",
             *(f"--engine=vllm=http://127.0.0.1:{self._port(one)}@{self._port(f'{one} tls')}" for one in engines),
             "--retain=3",
+            beside=name,
         )
+
+    def _memory(self, relay: str) -> Path:
+        """Where a relay has its pool: on each host at the same path."""
+        if not self.can_mount:
+            return self._disk(self.shm, relay, SHM_BYTES)
+        directory = self.directory / "disks" / "shm"
+        directory.mkdir(parents=True, exist_ok=True)
+        mounts = self._mounted.enter_context(own_mounts(directory, how=f"size={SHM_BYTES},mode=700"))
+        self.hosts[relay], self.shm[relay] = mounts, mounts.path(directory)
+        return directory
 
     def _engine(self, number: int) -> None:
         self._add(
@@ -232,6 +265,7 @@ class Fleet:
             *(sys.executable, "-m", "gateway", "engine", f"--model={tiny_model()}", "--dtype=float32"),
             *(f"--served-model-name={MODEL}", "--weight-version=0", "--max-model-len=2048", "--kv-cache-tokens=8192"),
             f"--port={self._port(f'engine-{number}')}",
+            beside=f"relay-{_relay_of(number)}",
         )
 
     def _gateway(self, number: int) -> None:
@@ -241,7 +275,8 @@ class Fleet:
             engine = (number - 1) * ENGINES_EACH + at + 1
             self._engine(engine)
             relay, port = _relay_of(engine), f"engine-{engine} tls"
-            address = self._link(f"{name} to engine-{engine}", port, listen=(_host(relay), self._port(port)))
+            listen = (_host(relay), self._port(port))
+            address = self._link(f"{name} to engine-{engine}", port, listen=listen, at=_own(relay))
             engines.append(f"--engine=engine-{engine}=vllm=https://{address}@{self.relay_address(relay)}")
         self._link(name, name)
         redis = self._link(f"{name} to redis", "redis")
@@ -276,6 +311,7 @@ class Fleet:
             *(sys.executable, "-m", "tests.soak.trainer", f"--relay={self.relay_address(1)}"),
             *(f"--gateway={url}" for url in self.gateway_urls()),
             *(f"--journal={self.journal('trainer')}", f"--publish-s={self.options.publish_s}"),
+            beside="relay-1",
             ready=False,
             LAMINAR_API_KEY=self.access.keys["trainer"],
             LAMINAR_CREDENTIALS=str(self.access.of("trainer")),
@@ -290,6 +326,11 @@ def _relay_of(engine: int) -> int:
 def _host(relay: int) -> str:
     """The address that a relay advertises, which its certificate is for."""
     return f"127.0.1.{relay}"
+
+
+def _own(relay: int) -> str:
+    """The address at which a relay listens."""
+    return f"127.0.2.{relay}"
 
 
 async def _listens(port: int, timeout_s: float = 60.0) -> None:

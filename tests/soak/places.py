@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class EngineDoor:
-    """The port of a relay in front of an engine, on 127.0.0.1. `host`: that which the relay's certificate is for."""
+    """The port of a relay in front of an engine, at `address`. `host`: that which the relay's certificate is for."""
 
     port: int
     host: str
+    address: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)

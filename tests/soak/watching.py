@@ -108,7 +108,9 @@ class Watchers:
 
     async def _read(self, name: str, relay: RelayClient, lease: Lease) -> None:
         try:
-            differing = await asyncio.to_thread(self._answers.differing, lease.path, lease.step)
+            differing = await asyncio.to_thread(
+                self._answers.differing, self._fleet.path_on(name, lease.path), lease.step
+            )
         except AWAY:  # the relay was killed, and its next life tidied up
             return
         if not await self._release(relay, lease):

@@ -8,15 +8,16 @@
 So two hosts have the same paths and the same ports, and see neither each other's files nor sockets: as machines of a
 fleet that were set up alike. What a test shares with them (logs, ready files) lies outside of PRIVATE.
 
-Invariants: a host's mounts live as long as its keeper, a process that does nothing else; they go with the hosts.
-Needs what `links.missing()` names.
+Invariants: a host's mounts live as long as its keeper, a process that does nothing else; they go with the hosts, and
+with whoever made them. Needs what `links.missing()` names; mounts alone what `skips.cannot_mount()` does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,22 +29,37 @@ PRIVATE = ("/dev/shm", "/run")
 """Where each host has an empty file system of its own."""
 POOL_DIR = "/dev/shm/laminar"
 GRPC_PORT, DATA_PORT = 7070, 7071  # nobody else listens in a namespace that was made for the test
-_KEEP = 'for each; do mount -t tmpfs laminar-test "$each"; done; echo ready; exec cat'
+_NSENTER = shutil.which("nsenter") or "nsenter"
+_KEEP = 'how=$1; shift; for each; do mount -t tmpfs -o "$how" laminar-test "$each"; done; echo ready; exec cat'
 
 
 @dataclass(eq=False)
-class OwnHost(Host):
-    """A host whose PRIVATE is its own; `keeper` keeps the mounts."""
+class Mounts:
+    """File systems of their own for the processes that `prefix` starts; `keeper` keeps them."""
 
     keeper: subprocess.Popen[str]
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        return ("nsenter", f"--target={self.keeper.pid}", "--mount", "--net", "--")
+        return (_NSENTER, f"--target={self.keeper.pid}", "--mount", "--net", f"--wd={Path.cwd()}", "--")
+
+    def path(self, path: Path | str) -> Path:
+        """A path there, as this process reaches it."""
+        return Path(f"/proc/{self.keeper.pid}/root{path}")
+
+
+@dataclass(eq=False)
+class OwnHost(Host):
+    """A host whose PRIVATE is its own."""
+
+    mounts: Mounts
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        return self.mounts.prefix
 
     def path(self, path: str) -> Path:
-        """A path of this host, as this process reaches it."""
-        return Path(f"/proc/{self.keeper.pid}/root{path}")
+        return self.mounts.path(path)
 
 
 @contextlib.contextmanager
@@ -51,18 +67,23 @@ def own_hosts(num_hosts: int) -> Iterator[tuple[Net, *tuple[OwnHost, ...]]]:
     """A net and its hosts."""
     with contextlib.ExitStack() as stack:
         net = stack.enter_context(Net(num_hosts))
-        yield (net, *(stack.enter_context(_own(host)) for host in net.hosts))
+        own = [(host, stack.enter_context(own_mounts(*PRIVATE, within=host.prefix))) for host in net.hosts]
+        yield (net, *(OwnHost(host.number, host.namespace, host.address, host.port, mounts) for host, mounts in own))
 
 
 @contextlib.contextmanager
-def _own(host: Host) -> Iterator[OwnHost]:
-    command = [*host.prefix, "unshare", "--mount", "--propagation=private", "sh", "-ec", _KEEP, "sh", *PRIVATE]
+def own_mounts(*directories: Path | str, how: str = "rw", within: Sequence[str] = ()) -> Iterator[Mounts]:
+    """An empty file system at each of `directories`, mounted with the options `how`; `within` is a host's prefix."""
+    command = [*within, "unshare", "--mount", "--propagation=private", "sh", "-ec", _KEEP, "sh", how]
+    command += map(str, directories)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
         if keeper.stdout.readline() != "ready\n":
-            raise RuntimeError(f"no file systems of its own on {host.namespace}: {' '.join(command)}")
-        yield OwnHost(host.number, host.namespace, host.address, host.port, keeper)
-        keeper.kill()  # `cat` also ends by itself when this process does
+            raise RuntimeError(f"no file systems of its own: {' '.join(command)}")
+        try:
+            yield Mounts(keeper)
+        finally:
+            keeper.kill()  # `cat` also ends by itself when this process does
 
 
 def start_relay(name: str, on: OwnHost, etcd: str, directory: Path, *flags: str, pool_bytes: str = "64MiB") -> Daemon:
