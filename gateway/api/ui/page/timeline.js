@@ -182,18 +182,22 @@ export class Timeline {
     this.context.strokeRect(from, y - this.dpr, this.canvas.width - from - 2 * this.dpr, row + this.dpr);
   }
 
+  /** Where not all names have room, those of engines that are down have it first. */
   drawLabels() {
-    let free = -Infinity;
-    for (const { band, y, height } of this.inView()) {
-      const at = Math.max(0, y - this.view.top);
-      if (at < free || at + 12 * this.dpr > this.plotHeight) continue;
-      free = at + 12 * this.dpr;
-      const down = DOWN.has(band.state);
+    const line = 12 * this.dpr;
+    const taken = [];
+    const down = ({ band }) => DOWN.has(band.state);
+    for (const placed of this.inView().sort((a, b) => down(b) - down(a))) {
+      const { band, y, height } = placed;
+      const least = Math.max(0, y - this.view.top);
+      const at = down(placed) ? Math.min(least, this.plotHeight - line) : least;
+      if (at + line > this.plotHeight || taken.some((other) => Math.abs(other - at) < line)) continue;
+      taken.push(at);
       const base = at + (height < 14 * this.dpr ? 9 : 11) * this.dpr;
       const room = this.gutter - 10 * this.dpr;
-      const version = down && room > 90 * this.dpr ? band.state : band.version === null ? "" : `v${band.version}`;
-      this.text(band.name === WAITING ? "waiting" : band.name, 4 * this.dpr, base, down ? "--bad" : "--text", 11, room - version.length * 7 * this.dpr);
-      if (version) this.text(version, this.gutter - (version.length * 6.2 + 6) * this.dpr, base, down ? "--bad" : "--muted", 10);
+      const version = down(placed) && room > 90 * this.dpr ? band.state : band.version === null ? "" : `v${band.version}`;
+      this.text(band.name === WAITING ? "waiting" : band.name, 4 * this.dpr, base, down(placed) ? "--bad" : "--text", 11, room - version.length * 7 * this.dpr);
+      if (version) this.text(version, this.gutter - (version.length * 6.2 + 6) * this.dpr, base, down(placed) ? "--bad" : "--muted", 10);
     }
   }
 
