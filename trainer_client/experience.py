@@ -25,7 +25,7 @@ import msgspec
 
 from protos.access.bearer import bearer
 from protos.decoding import decode_json
-from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, Unavailable, VersionUnknown
+from protos.errors import Conflict, Forbidden, InvalidRequest, LaminarError, NotFound, Unavailable, VersionUnknown
 from protos.packed import Damaged, Offer
 from trainer_client.batches import ACCEPTED, Batch, batch_of
 from trainer_client.gateway_http import WRONG_SERVER, NoAnswer, Presence, Retry, download, patiently, request
@@ -179,6 +179,8 @@ class AsyncExperienceReader(AsyncClient):
         """Before the first sample: is there an old run? From its answer on the gateway may be away for a while."""
         try:
             found = await self.statistics()
+        except Forbidden:
+            return  # the sample itself is refused by what this key does not allow
         except NotFound as error:  # a gateway of before there were statistics
             if self._on_old_run != "continue":
                 raise InvalidRequest(
