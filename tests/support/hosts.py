@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,15 +87,25 @@ def own_mounts(*directories: Path | str, how: str = "rw", within: Sequence[str] 
             keeper.kill()  # `cat` also ends by itself when this process does
 
 
-def start_relay(name: str, on: OwnHost, etcd: str, directory: Path, *flags: str, pool_bytes: str = "64MiB") -> Daemon:
-    """A relay with the pool and the ports that a relay has on each of these hosts."""
+def start_relay(
+    name: str,
+    on: OwnHost,
+    etcd: str,
+    directory: Path,
+    *flags: str,
+    pool_bytes: str = "64MiB",
+    python: Sequence[str] = (sys.executable,),
+) -> Daemon:
+    """A relay with the pool and the ports that a relay has on each of these hosts; `python`: of another release."""
     return start(
         f"relay-{name}",
         [
-            *("paramserver", "serve", "--name", name, "--etcd", etcd, "--host", on.address, "--insecure"),
+            *("paramserver", "serve", "--name", name, "--etcd", etcd, "--host", on.address),
             *("--port", str(GRPC_PORT), "--data-port", str(DATA_PORT)),
             *("--pool-dir", POOL_DIR, "--pool-bytes", pool_bytes, *PATIENT, *flags),
         ],
         directory,
+        env={"PARAMSERVER_SERVE_INSECURE": "1"},  # not as a flag: the release before has none
         prefix=on.prefix,
+        python=python,
     )

@@ -16,7 +16,9 @@ import pytest
 
 from paramserver.client import ModelStatus, RelayClient
 from paramserver.memory import stored
+from tests.support import links
 from tests.support.fleet import until
+from tests.support.hosts import own_hosts, start_relay
 from tests.support.processes import Daemon
 from tests.support.relays import PATIENT, Relays
 from tests.support.releases import Release
@@ -179,3 +181,35 @@ def test_plain_files_of_a_new_master_reach_old_relays(tier: Tier, old: Release, 
     old.program("read.py", MODEL, 1, a.ready["grpc"], b.ready["grpc"])
     assert [path.read_text() for path in tier.relays.pools.rglob("config.json")] == ["{}", "{}"]
     print("new SDK and master, old follower: a version with plain files is whole there; old plugin proves it")
+
+
+@pytest.mark.skipif(bool(links.missing()), reason=links.missing() or "hosts of their own can be made")
+def test_hosts_that_were_set_up_alike_are_upgraded_one_after_the_other(
+    old: Release, new: Release, tmp_path: Path
+) -> None:
+    """This release's publisher goes first: relays of the one before do not prove which of them listens at a path."""
+    with own_hosts(2) as (net, *hosts):
+        etcd, on = net.start_etcd(tmp_path).ready["etcd"], dict(zip("ab", hosts, strict=True))
+
+        def start(release: Release, name: str) -> Daemon:
+            return start_relay(name, on[name], etcd, tmp_path, python=release.python)
+
+        def there(name: str) -> Release:
+            return Release(f"new on {name}", (*on[name].prefix, *new.python))
+
+        a, b = start(old, "a"), start(old, "b")
+        for step, (name, relay) in enumerate((("a", a), ("b", b)), 1):
+            published = publish(there(name), relay, step)
+            read(there("a"), published, a)
+            read(there("b"), published, b)
+        assert master(b) == "a"
+        print("new SDK published from both hosts to the old master on one of them")
+
+        a.kill()
+        until(lambda: master(b) == "b", "b is master")
+        a = start(new, "a")
+        published = publish(there("a"), a, 3)
+        read(there("a"), published, a)
+        read(there("b"), published, b)
+        print("the new relay on the other host took what the new SDK beside it published to the old master")
+        assert [relay.stop() for relay in (a, b)] == [0, 0]
