@@ -1,24 +1,30 @@
 -- The gateways of one namespace: where each is reached, which engines are whose, and which names of sessions.
 --
--- KEYS[1]: the prefix. ARGV: the operation, this gateway's name, and the operation's own arguments.
+-- KEYS[1]: the prefix. ARGV: the operation, this gateway's name, the name of its life, and the operation's own arguments.
 --
 -- PREFIX:at            hash        a gateway's name -> where it is reached
 -- PREFIX:seen          sorted set  a gateway's name, by its last look, in seconds
--- PREFIX:engine:KEY    string      the gateway that has the engine; expires
--- PREFIX:session:NAME  string      the gateway that has a session whose client named it; expires
+-- PREFIX:engine:KEY    string      the gateway that has the engine, and its life (GATEWAY/LIFE); expires
+-- PREFIX:session:NAME  string      the same for a session whose client named it; expires
 --
--- Invariant: a claim of another gateway is never replaced; it expires, or its gateway drops it.
+-- Invariants: a claim of another gateway is never replaced: it expires, or its gateway drops it. A life drops only its own:
+-- a gateway that started again meanwhile has taken it over.
 
 local P, GATEWAY = KEYS[1], ARGV[2]
+local MINE = GATEWAY .. '/' .. ARGV[3]
 local FORGET_S = 604800
 
 local operations = {}
 
+local function holder(kind, name)
+    local found = redis.call('GET', P .. ':' .. kind .. ':' .. name)
+    return found and string.match(found, '^[^/]*')
+end
+
 local function claim(kind, name, ttl_ms)
-    local key = P .. ':' .. kind .. ':' .. name
-    local holder = redis.call('GET', key)
-    if holder and holder ~= GATEWAY then return holder end
-    redis.call('SET', key, GATEWAY, 'PX', ttl_ms)
+    local who = holder(kind, name)
+    if who and who ~= GATEWAY then return who end
+    redis.call('SET', P .. ':' .. kind .. ':' .. name, MINE, 'PX', ttl_ms)
     return false
 end
 
@@ -44,13 +50,13 @@ end
 function operations.drop(kind, ...)
     for _, name in ipairs({...}) do
         local key = P .. ':' .. kind .. ':' .. name
-        if redis.call('GET', key) == GATEWAY then redis.call('DEL', key) end
+        if redis.call('GET', key) == MINE then redis.call('DEL', key) end
     end
     return 'OK'
 end
 
 function operations.holder(kind, name)
-    return redis.call('GET', P .. ':' .. kind .. ':' .. name) or ''
+    return holder(kind, name) or ''
 end
 
-return operations[ARGV[1]](unpack(ARGV, 3))
+return operations[ARGV[1]](unpack(ARGV, 4))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 from collections.abc import Collection, Mapping
 from importlib.resources import files
 from typing import Any, Literal
@@ -38,6 +39,7 @@ class SharedGateways:
 
     def __init__(self, server: RedisServer, gateway: str, claim_ttl_s: float) -> None:
         self._server, self._gateway, self._ttl_ms = server, gateway, round(claim_ttl_s * 1000)
+        self._life = secrets.token_hex(4)
         self._url = ""
         self._at: dict[str, str] = {}
         self.mark = mark_of(gateway)
@@ -119,7 +121,9 @@ class SharedGateways:
         )
 
     async def _call(self, operation: str, *arguments: str | int) -> Any:
-        return await self._server.call(SCRIPT, ROOM, operation, self._gateway, *arguments, wait_s=CLAIM_WAIT_S)
+        return await self._server.call(
+            SCRIPT, ROOM, operation, self._gateway, self._life, *arguments, wait_s=CLAIM_WAIT_S
+        )
 
 
 def mark_of(gateway: str) -> str:

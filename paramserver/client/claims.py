@@ -70,7 +70,8 @@ class EtcdClaims:
         found = await self._found()
         for key in (keys.CLAIMS + engine for engine in engines):
             entry = found.get(key)
-            if entry is not None and (claim := _claim_of(entry.value)) and claim.gateway == self._gateway:
+            # By the lease: one of its name may be its successor's, which has started meanwhile.
+            if entry is not None and (claim := _claim_of(entry.value)) and claim.lease == self._lease:
                 await self._registry.transact([Created(key, entry.created)], [Delete(key)])
 
 

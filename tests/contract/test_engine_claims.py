@@ -56,6 +56,16 @@ async def test_a_gateway_that_starts_again_goes_on_with_its_claims(gateways: Gat
     assert list(await gateways("other").claim(["e0"])) == ["e0"]
 
 
+async def test_a_life_that_ends_late_leaves_its_successors_claims(gateways: Gateways) -> None:
+    before, after = gateways("one"), gateways("one")
+    assert await before.claim(["e0"]) == {}
+    assert await after.claim(["e0"]) == {}
+    await before.drop(["e0"])
+    assert list(await gateways("other").claim(["e0"])) == ["e0"]
+    await after.drop(["e0"])
+    assert await gateways("other").claim(["e0"]) == {}
+
+
 async def test_the_claims_of_a_gateway_that_died_end(gateways: Gateways) -> None:
     assert await gateways("one", 1.0).claim(["e0"]) == {}
     other = gateways("other")
