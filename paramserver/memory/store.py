@@ -2,6 +2,7 @@
 
 Invariants:
 - a chunk counts as present only with its digest known and matching; waiters wake then, never before;
+- a number has one snapshot at most: from its opening, or from a start that found it, until `remove` has returned;
 - a snapshot's directory appears under its published path by one rename, when it is shown, and leaves it by one;
 - what an earlier life left stays where it is until it is offered again: a start that fails leaves it to the next, and
   an end leaves what is shown;
@@ -209,7 +210,8 @@ class Store:
         self.pool = pool
         self._snapshots: dict[Key, Snapshot] = {}
         self._left = {Key(one.manifest.model, one.manifest.version): one for one in left}  # and not yet offered again
-        self._aside: list[Snapshot] = []
+        self._aside: dict[Key, Snapshot] = {}  # of those left
+        self._leaving: set[Key] = set()  # their removal has not returned
         self._unrecorded: dict[Key, Snapshot] = {}  # shown, and their records not yet written
         self._changed = threading.Condition()
         for name in ("filling", "snapshots"):
@@ -226,10 +228,15 @@ class Store:
             )
 
     def check(self, manifest: Manifest) -> None:
-        """TooLarge when the version can never fit, OutOfCapacity while another of its number is on its way out."""
+        """TooLarge when the version can never fit, OutOfCapacity as long as another of its number is here."""
         self.check_size(f"version {manifest.version} of {manifest.model}", manifest.size_bytes)
-        if self._directory("filling", manifest).exists() or self.get(manifest.model, manifest.version) is not None:
+        if self.is_taken(manifest):
             raise OutOfCapacity(f"another version {manifest.version} of {manifest.model} is still on its way out")
+
+    def is_taken(self, manifest: Manifest) -> bool:
+        """Whether a snapshot of this number is here, or on its way out."""
+        key = Key(manifest.model, manifest.version)
+        return any(key in taken for taken in (self._snapshots, self._left, self._leaving))
 
     def open(
         self, manifest: Manifest, allotment: Allotment | None = None, labels: dict[str, str] | None = None
@@ -291,11 +298,15 @@ class Store:
 
     def keep_aside(self, snapshot: Snapshot) -> None:
         """A snapshot of `find_again` that is nobody's now: it keeps its memory as long as nothing else needs that."""
-        self._aside.append(snapshot)
+        self._aside[Key(snapshot.manifest.model, snapshot.manifest.version)] = snapshot
+
+    def take_aside(self, model: str, version: int) -> Snapshot | None:
+        """The one of this number that was kept aside, to be opened again or removed; None when there is none."""
+        return self._aside.pop(Key(model, version), None)
 
     def give_up_aside(self) -> Snapshot | None:
         """The one kept aside that is to be removed first, for its room; None when there is none."""
-        return self._aside.pop() if self._aside else None
+        return self._aside.popitem()[1] if self._aside else None
 
     def get(self, model: str, version: int) -> Snapshot | None:
         return self._snapshots.get(Key(model, version))
@@ -348,6 +359,7 @@ class Store:
         with self._changed:
             if self._snapshots.get(key) is snapshot:
                 del self._snapshots[key]
+            self._leaving.add(key)
         self._left.pop(key, None)
         self._unrecorded.pop(key, None)
         snapshot.close(why)
@@ -355,6 +367,7 @@ class Store:
         remove_record(self.pool.directory, snapshot.manifest)
         quarantined = self.pool.give_back(snapshot.files, reuse=reuse)
         shutil.rmtree(snapshot.directory)
+        self._leaving.discard(key)
         return quarantined
 
     def close(self, *, forget: bool = False) -> list[StoredSnapshot]:

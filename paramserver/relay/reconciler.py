@@ -120,6 +120,13 @@ class Reconciler:
         if self._spill is not None:
             self._spill.drop(model, number)
 
+    def offer_again(self, snapshot: Snapshot, announced: Announced) -> None:
+        """A snapshot of an earlier life, whole, is the version that was announced."""
+        model, versions = snapshot.manifest.model, self._models.of(snapshot.manifest.model)
+        self._store.open_again(snapshot)
+        versions.opened(announced)
+        self.apply(model, versions.filled(snapshot.manifest.version, snapshot.root()))
+
     def withdraw(self, model: str, version: int, why: str) -> None:
         """This relay's own bytes of a version do not count any more."""
         self.apply(model, self._models.of(model).withdrawn(version, why))
@@ -200,17 +207,33 @@ class Reconciler:
         manifest = due.announced.manifest
         if manifest.model in self._allocating:
             return
+        aside = self._store.take_aside(manifest.model, manifest.version)
+        if aside is not None:
+            self._use_aside(aside, due.announced)
+            return
         try:
             if due.copy and self._store.pool.statistics().free_bytes < 2 * manifest.size_bytes:
                 raise OutOfCapacity("a copy of it, for the fleet, would take the room of the next version")
             self._store.check(manifest)
         except (OutOfCapacity, TooLarge) as error:
             self._leave_chain(due, error)
-            if not due.copy:
+            if not due.copy and not self._store.is_taken(manifest):  # else it is not room that it lacks
                 self.make_room(manifest.model)
         else:
             self._allocating.add(manifest.model)
             self._tasks.spawn(self._bring(due))
+
+    def _use_aside(self, aside: Snapshot, announced: Announced) -> None:
+        """What was kept aside is the version that is due, which another relay brought along, or is in its way."""
+        model, state = aside.manifest.model, self._models.of(aside.manifest.model).get(aside.manifest.version)
+        root = state.sealed.root_digest if state is not None and state.sealed is not None else aside.root()
+        if (aside.manifest, aside.root()) == (announced.manifest, root):
+            log.info("%s, kept aside, is offered again: the registry has it now", aside)
+            self.offer_again(aside, announced)
+        else:
+            log.warning("%s, kept aside, makes way: the registry has another of its number", aside)
+            removal = self._removals.start(aside, "the registry has another of its number")
+            self._tasks.spawn(self._reconcile_after(removal, model))
 
     async def _bring(self, due: Fetch) -> None:
         """Memory for a version, then its bytes, then what follows from them."""

@@ -87,9 +87,7 @@ class Recovery:
                 self._note(level, f"{snapshot}, left by an earlier life, is dropped: {why}")
                 store.remove(snapshot, "not sealed")
                 continue
-            store.open_again(snapshot)
-            versions.opened(state.announced or Announced(manifest, Plan(manifest.epoch, 0, ())))
-            self._reconciler.apply(manifest.model, versions.filled(manifest.version, root))
+            self._reconciler.offer_again(snapshot, state.announced or Announced(manifest, Plan(manifest.epoch, 0, ())))
 
     def _is_foreign(self, manifest: Manifest) -> bool:
         return manifest.epoch.store_id not in {self._view.store_id, *self._view.continues}

@@ -21,9 +21,10 @@ import pytest
 from paramserver.config import RelayConfig
 from paramserver.core import view as keys
 from paramserver.core.layout import Part, TensorSpec
-from paramserver.core.records import Ended, Epoch, Member, Rank, Sealed, digest
+from paramserver.core.records import Announced, Ended, Epoch, Member, Rank, Sealed, digest
 from paramserver.daemon.operations import Operations
 from paramserver.daemon.parts import RelayParts
+from paramserver.daemon.process import find_again
 from paramserver.daemon.service import RelayService
 from paramserver.data import fetch as data_fetch
 from paramserver.master import duties, publications
@@ -32,11 +33,13 @@ from paramserver.master.rendezvous import Rendezvous
 from paramserver.master.sealer import end_version
 from paramserver.membership import MemoryRegistry, MemoryStore
 from paramserver.membership.registry import Delete, Guard, Outcome, Put, State, Write
+from paramserver.memory import stored
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Store
 from paramserver.relay import removals
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.models import VERSIONS_KEPT
+from paramserver.relay.recovery import Recovery
 from protos.errors import (
     Conflict,
     InvalidRequest,
@@ -88,12 +91,13 @@ class Host:
     def __init__(self, store: MemoryStore, name: str, directory: Path) -> None:
         self.registry = LossyRegistry(store)
         self.lease = MemberLease(self.registry, Member(name, f"instance-{name}", "h:1", "h:2"), ttl_s=2.0)
+        self.left = stored.find(directory / name)  # by an earlier life
         self.dialled: Peer = SilentPeer()  # the peer that answers this relay's queries
         self.dialled.holds_nothing = True
         self.parts = RelayParts(
             RelayConfig(name, "", pool_dir=directory / name, retain=1, chunk_bytes=MIB),
             self.lease,
-            Store(Pool(directory / name, 13 * MIB)),
+            Store(Pool(directory / name, 13 * MIB, keep=[path for one in self.left for path in one.paths]), self.left),
             dial=lambda _: self.dialled,  # type: ignore[arg-type, return-value]
         )
         self.relay, self.reconciler, self.models = self.parts.relay, self.parts.reconciler, self.parts.models
@@ -110,6 +114,13 @@ class Host:
 
     async def _sees_itself(self) -> bool:
         return self.lease.member.name in self.lease.view.members
+
+    async def recover(self) -> None:
+        store, notices = self.parts.store, self.parts.notices
+        found = find_again(store, self.left, notices)
+        recovery = Recovery(self.lease.view, self.elections, self.models, self.reconciler, notices)
+        await recovery.know_again(self.left, self.left)
+        recovery.offer_again(found, store)
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -895,6 +906,47 @@ async def test_a_relay_brings_its_versions_along_into_a_registry_where_another_i
     await until(seen, "the master knows of it, and who holds it")
     assert other.elections.is_master(MODEL)
     assert host.shown() == [1]
+
+
+@pytest.mark.parametrize("step", [1, 7], ids=["the same", "another of its number"])
+async def test_what_is_kept_aside_counts_when_another_relay_brings_its_version_along_or_makes_way(
+    world: World, host: Host, step: int
+) -> None:
+    await host.publish()
+    old = host.lease.view.store_id
+    what = {kind: world.recorded(1, kind) or b"" for kind in ("announced", "sealed")}
+    announced = msgspec.json.decode(what["announced"], type=Announced)
+    manifest = msgspec.structs.replace(announced.manifest, step=step)
+    what["announced"] = msgspec.json.encode(msgspec.structs.replace(announced, manifest=manifest))
+    await host.close()
+    world.hosts.remove(host)
+    world.replace()
+    again = await world.host("a")
+    await again.recover()
+    assert again.models.of(MODEL).shown() == []
+    for refused in (again.parts.store.check, again.parts.store.open):
+        with pytest.raises(OutOfCapacity, match="another version 1 of policy is still on its way out"):
+            refused(manifest)
+    brought: list[Write] = [Put(keys.version_key(MODEL, 1, kind), value) for kind, value in what.items()]
+    world.store.apply([Put(keys.continues_key(old), b""), *brought])
+    if step == 1:
+
+        async def shown() -> bool:
+            return again.shown() == [1]
+
+        await until(shown, "it is offered again")
+        _, _, path = await again.pins.acquire("lease", MODEL, 1, "test", 60.0)
+        assert path == str(again.pool.directory / "snapshots" / MODEL / "v00000001")
+        assert again.pool.statistics().used_bytes == manifest.size_bytes
+    else:
+
+        async def fetching() -> bool:
+            snapshot = again.parts.store.get(MODEL, 1)
+            return snapshot is not None and snapshot.manifest == manifest
+
+        await until(fetching, "the registry's is fetched")
+        assert not (again.pool.directory / "snapshots" / MODEL / "v00000001").exists()
+    again.fetches.cancel_all()
 
 
 async def test_what_a_master_deletes_after_it_was_brought_along_stays_deleted(world: World, host: Host) -> None:
