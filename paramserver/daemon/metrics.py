@@ -124,7 +124,7 @@ METRICS: Sequence[Metric[Sources]] = (
         "gauge",
         "laminar_relay_spill_failures",
         "versions",
-        "Versions that could not be written to the disk of --spill since the start; 0 without it.",
+        "Versions that could not be written to the disk of --spill, or removed from it, since the start; 0 without it.",
         one(lambda sources: 0 if sources.parts.spill is None else sources.parts.spill.failures),
     ),
     Metric(

@@ -150,7 +150,7 @@ async def relay_process(
         data_address = f"{data_host if config.bind_interface else config.reached_by}:{data_port}"
 
         lease = MemberLease(registry, _member(config, grpc_address, data_address), ttl_s=config.lease_ttl_s)
-        spill = _open_spill(config, lease, stack, notices)
+        spill = _open_spill(config, stack, notices)
         bind_host = data_host if config.bind_interface else ""
         tracer = telemetry.tracer
         parts = RelayParts(
@@ -266,18 +266,11 @@ def _member(config: RelayConfig, grpc_address: str, data_address: str) -> Member
     )
 
 
-def _open_spill(
-    config: RelayConfig, lease: MemberLease, stack: contextlib.AsyncExitStack, notices: Notices
-) -> Spill | None:
+def _open_spill(config: RelayConfig, stack: contextlib.AsyncExitStack, notices: Notices) -> Spill | None:
     if config.spill is None:
         return None
     keep_private(config.spill, _group(config), "--spill")
-    loop = asyncio.get_running_loop()
-
-    def changed(versions: list[tuple[str, int]]) -> None:
-        loop.call_soon_threadsafe(lease.holdings.spilled, versions)
-
-    spill = Spill(config.spill, retain=config.spill_retain, changed=changed, notices=notices)
+    spill = Spill(config.spill, retain=config.spill_retain, notices=notices)
     stack.push_async_callback(asyncio.to_thread, spill.close)
     return spill
 

@@ -2,7 +2,9 @@
 
 Invariants:
 - one thread writes, one version at a time; of those that wait only the newest of a model is written;
-- a spilled version counts only whole; a full or failing disk costs the spill, never the relay;
+- a spilled version counts only whole, and for the very version that was announced: a disk may have another registry's
+  version of its number;
+- a full or failing disk costs the spill, never the relay nor the thread that writes;
 - what is read back is checked like what a peer sends: every chunk by its digest, the whole by its sealed root;
 - a copy that is damaged, or that cannot be read, is offered no more, and leaves the disk: it would keep the next best
   version from its turn.
@@ -35,23 +37,12 @@ SCHEME = "file:"
 
 
 class Spill:
-    """The versions below `directory`.
+    """The versions below `directory`."""
 
-    `changed` gets every (model, version) on disk: once here, then from the writing thread after each change.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        retain: int,
-        changed: Callable[[list[tuple[str, int]]], None],
-        notices: Notices,
-    ) -> None:
+    def __init__(self, directory: Path, *, retain: int, notices: Notices) -> None:
         self.directory = directory
         self.failures = 0
-        self._retain = retain
-        self._report_changed, self._notices = changed, notices
+        self._retain, self._notices = retain, notices
         self._wanted: dict[str, tuple[Snapshot, Sealed]] = {}
         self._dropped: dict[str, int] = {}  # to be removed
         self._bad: list[StoredSnapshot] = []  # to be removed, and offered no more
@@ -61,7 +52,6 @@ class Spill:
         found = stored.find(directory)
         stored.sweep(directory, found)
         self._found = {(one.manifest.model, one.manifest.version): one for one in found}
-        self._report()
         self._thread = threading.Thread(target=self._write_all, name="spill", daemon=True)
         self._thread.start()
 
@@ -70,20 +60,19 @@ class Spill:
         with self._changed:
             return [one for _, one in sorted(self._found.items(), reverse=True)]
 
-    def _report(self) -> None:
-        with self._changed:  # reported inside: two threads report in the order in which they changed it
-            self._report_changed(sorted(self._found))
+    def _has(self, manifest: Manifest) -> bool:
+        found = self._found.get((manifest.model, manifest.version))
+        return found is not None and found.manifest == manifest
 
     def source(self, manifest: Manifest) -> Source | None:
         """The source of a version that is on this disk."""
         with self._changed:
-            found = self._found.get((manifest.model, manifest.version))
-            return Source("spill", f"{SCHEME}{self.directory}") if found and found.manifest == manifest else None
+            return Source("spill", f"{SCHEME}{self.directory}") if self._has(manifest) else None
 
     def open(self, greeting: Greeting) -> Link:
         with self._changed:
             found = self._found.get((greeting.model, greeting.version))
-        if found is None:
+        if found is None or found.manifest.epoch != greeting.epoch:
             raise NotFound(f"version {greeting.version} of {greeting.model} is not on this disk")
         return FileLink(found, self)
 
@@ -92,9 +81,7 @@ class Spill:
         manifest = snapshot.manifest
         with self._changed:
             waiting = self._wanted.get(manifest.model)
-            if (manifest.model, manifest.version) not in self._found and (
-                waiting is None or waiting[0].manifest.version < manifest.version
-            ):
+            if not self._has(manifest) and (waiting is None or waiting[0].manifest.version < manifest.version):
                 self._wanted[manifest.model] = (snapshot, sealed)
                 self._changed.notify_all()
 
@@ -111,10 +98,15 @@ class Spill:
                 return  # another stripe found it
             self._bad.append(self._found.pop((one.manifest.model, one.manifest.version)))
             self._changed.notify_all()
-            self._report()
-        text = f"version {one.manifest.version} of {one.manifest.model} is removed from {self.directory}: {why}"
+        self._note(f"{_name(one)} in {self.directory} is offered no more, and removed: {why}")
+
+    def _note(self, text: str) -> None:
         log.error("%s", text)
         self._notices.add(text, time.time())
+
+    def _failed(self, what: str, error: OSError) -> None:
+        self.failures += 1
+        self._note(f"{what} {self.directory}: {error.strerror}")
 
     def close(self) -> None:
         """Waits for the version that is being written."""
@@ -139,8 +131,7 @@ class Spill:
             except NotFound as error:
                 log.info("not spilled: %s", error)
             except OSError as error:
-                self.failures += 1
-                log.error("%s is not spilled to %s: %s", snapshot, self.directory, error.strerror)
+                self._failed(f"{snapshot} is not spilled to", error)
             except Exception as error:
                 self.failures += 1
                 log.error("%s is not spilled to %s", snapshot, self.directory, exc_info=error)
@@ -166,6 +157,11 @@ class Spill:
     def _write(self, snapshot: Snapshot, sealed: Sealed) -> None:
         manifest, started = snapshot.manifest, time.monotonic()
         made = StoredSnapshot(self.directory, manifest, sealed, tuple(snapshot.digests()))
+        before = self._found.get((manifest.model, manifest.version))
+        if before is not None:
+            of = before.manifest.epoch
+            self._note(f"{_name(before)} in {self.directory}, of {of}, makes way for the registry's of that number")
+            self._remove(before)
         self._make_room(manifest)
         stored.copy_out([file.view() for file in snapshot.files], made, snapshot.reading)
         seconds = time.monotonic() - started
@@ -174,7 +170,6 @@ class Spill:
             self._found[manifest.model, manifest.version] = made
         for one in self._older(manifest, self._retain - 1):
             self._remove(one)
-        self._report()
 
     def _make_room(self, manifest: Manifest) -> None:
         """Where the disk is full, its older versions go before their time. OSError when even that is too little.
@@ -206,8 +201,14 @@ class Spill:
     def _remove(self, one: StoredSnapshot) -> None:
         with self._changed:
             self._found.pop((one.manifest.model, one.manifest.version), None)
-        stored.remove(one)
-        self._report()
+        try:
+            stored.remove(one)
+        except OSError as error:
+            self._failed(f"{_name(one)}, which is offered no more, cannot be removed from", error)
+
+
+def _name(one: StoredSnapshot) -> str:
+    return f"version {one.manifest.version} of {one.manifest.model}"
 
 
 NOT_THE_DISKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -315,7 +316,8 @@ def _write(path: Path, view: memoryview, reading: Callable[[], AbstractContextMa
 def remove(stored: StoredSnapshot) -> None:
     """The record first: files without one are reclaimed, so a removal that is cut short leaves no half of it."""
     stored.record.unlink(missing_ok=True)
-    shutil.rmtree(stored.directory, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(stored.directory)
 
 
 def relative_path(manifest: Manifest) -> str:

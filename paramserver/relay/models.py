@@ -11,7 +11,7 @@ import time
 
 from paramserver.core.copies import MissingCopies, PinnedVersion
 from paramserver.core.pins import keepers
-from paramserver.core.records import Sealed
+from paramserver.core.records import Manifest, Sealed
 from paramserver.core.stragglers import Stragglers
 from paramserver.core.versions import ModelVersions, Notify
 from paramserver.core.view import View
@@ -76,6 +76,12 @@ class ModelTable:
         known = self._versions.get(model)
         states = [state for _, state in known.items() if not state.ended] if known else []
         return [Notify("available" if s.stage == "shown" else "sealed", s.sealed) for s in states if s.sealed]
+
+    def has_announced(self, manifest: Manifest) -> bool:
+        """Whether this very version was announced, and not another of its number."""
+        known = self._versions.get(manifest.model)
+        state = known.get(manifest.version) if known else None
+        return state is not None and state.announced is not None and state.announced.manifest == manifest
 
     def holders(self, model: str, version: int) -> set[str]:
         """The relays that hold a version complete and verified, as far as this relay knows."""

@@ -136,6 +136,12 @@ class Reconciler:
         self._no_room = {one for one in self._no_room if one[0] != model}
         self._store.pool.forget(model)
 
+    def report_spilled(self) -> None:
+        """Reports the registry's versions that are on this disk; another registry's of the same number are none."""
+        if self._spill is not None:
+            on_disk = [one.manifest for one in self._spill.versions()]
+            self._holdings.spilled([(one.model, one.version) for one in on_disk if self._models.has_announced(one)])
+
     # ---- room
 
     def make_room(self, model: str) -> bool:

@@ -109,6 +109,8 @@ class Relay:
                 self._allocator.cut()
             with self._failures.contained("records of versions shown here are not written"):
                 self._store.record_shown()
+            with self._failures.contained("the registry does not know what is on this disk"):
+                self._reconciler.report_spilled()
             self._reconcile_all()
             self._changes.notify()
 

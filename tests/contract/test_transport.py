@@ -105,7 +105,7 @@ class Scene:
 
     def spilled(self, host: Host) -> Source:
         disk = self.directory / f"disk{len(self.spills)}"
-        spill = Spill(disk, retain=1, changed=lambda _: None, notices=Notices())
+        spill = Spill(disk, retain=1, notices=Notices())
         self.spills[str(disk)] = spill
         spill.want(host.snapshot, Sealed.of(host.snapshot.manifest, host.snapshot.root(), 1.0, {}))
         found = until(lambda: spill.source(host.snapshot.manifest), "the version is on disk")

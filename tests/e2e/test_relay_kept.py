@@ -226,7 +226,7 @@ async def test_where_the_last_version_on_disk_is_damaged_the_one_before_it_is_se
     again = relays.start("a", "--spill", str(spill))
     await until(lambda: _newest(again, 1), "the next best is served")
     await check_bytes(again, 1)
-    removed = f"version 2 of policy is removed from {spill}: chunk 0 is damaged"
+    removed = f"version 2 of policy in {spill} is offered no more, and removed: chunk 0 is damaged"
     assert removed in again.log()
     async with client(again) as relay:
         assert [notice.text for notice in (await relay.status()).notices] == [removed]

@@ -22,13 +22,16 @@ from paramserver.memory import stored
 from paramserver.memory.pool import Pool
 from paramserver.memory.store import Snapshot, Store
 from paramserver.memory.stored import StoredSnapshot
-from protos.errors import Conflict
+from protos.errors import Conflict, NotFound
 
 SIZE = 10_000
 
 
-def manifest(version: int) -> Manifest:
-    return Manifest("policy", version, "run", 0, Epoch("store", 1), (FileSpec("w", SIZE),), chunk_bytes=4096)
+EPOCH = Epoch("store", 1)
+
+
+def manifest(version: int, epoch: Epoch = EPOCH) -> Manifest:
+    return Manifest("policy", version, "run", 0, epoch, (FileSpec("w", SIZE),), chunk_bytes=4096)
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def make_spill(tmp_path: Path, notices: Notices) -> Iterator[Callable[..., Spill
     made: list[Spill] = []
 
     def make(retain: int = 2) -> Spill:
-        made.append(Spill(tmp_path / "spill", retain=retain, changed=lambda _: None, notices=notices))
+        made.append(Spill(tmp_path / "spill", retain=retain, notices=notices))
         return made[-1]
 
     yield make
@@ -56,8 +59,8 @@ def make_spill(tmp_path: Path, notices: Notices) -> Iterator[Callable[..., Spill
         spill.close()
 
 
-def shown(store: Store, version: int) -> Snapshot:
-    snapshot = store.open(manifest(version))
+def shown(store: Store, version: int, epoch: Epoch = EPOCH) -> Snapshot:
+    snapshot = store.open(manifest(version, epoch))
     for index in snapshot.missing():
         snapshot.present(index, digest(snapshot.place(index)))
     return snapshot
@@ -177,7 +180,7 @@ def test_a_damaged_copy_is_offered_no_more_and_leaves_the_disk(
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
     [notice] = notices.all()
-    assert notice.text.startswith(f"version 2 of policy is removed from {spill.directory}: ")
+    assert notice.text.startswith(f"version 2 of policy in {spill.directory} is offered no more, and removed: ")
 
 
 def test_a_record_that_is_damaged_leaves_the_disk_with_its_files(
@@ -209,6 +212,47 @@ def test_a_version_that_is_wanted_is_written_by_the_spills_own_thread(
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
     assert on_disk(spill) == [1]
+
+
+def wait_written(spill: Spill, snapshot: Snapshot) -> None:
+    spill.want(snapshot, sealed(snapshot))
+    deadline = time.monotonic() + 60.0
+    while spill.source(snapshot.manifest) is None:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def test_a_disk_that_removes_nothing_says_so_and_takes_the_next_version(
+    store: Store, make_spill: Callable[..., Spill], notices: Notices
+) -> None:
+    spill = make_spill()
+    write(spill, shown(store, 1))
+    record = spill.directory / "records" / "policy" / "v00000001"
+    record.unlink()
+    record.mkdir()  # unlink fails, as it does with EROFS on a disk that became read-only
+    spill.withdraw(spill.versions()[0], "chunk 0 is damaged")
+    wait_written(spill, shown(store, 2))
+    assert spill.failures == 1
+    assert notices.all()[-1].text == (
+        f"version 1 of policy, which is offered no more, cannot be removed from {spill.directory}: Is a directory"
+    )
+
+
+def test_another_registrys_version_of_a_number_is_no_copy_of_this_ones_and_makes_way_for_it(
+    store: Store, make_spill: Callable[..., Spill], notices: Notices
+) -> None:
+    spill, others = make_spill(), Epoch("other", 1)
+    old = shown(store, 1, others)
+    write(spill, old)
+    store.remove(old, "another registry's")
+    with pytest.raises(NotFound):
+        spill.open(Greeting("fetch", "policy", 1, "a", EPOCH))
+    wait_written(spill, shown(store, 1))
+    assert spill.source(manifest(1, others)) is None
+    [notice] = notices.all()
+    assert notice.text == (
+        f"version 1 of policy in {spill.directory}, of other/1, makes way for the registry's of that number"
+    )
 
 
 def test_what_was_dropped_leaves_the_disk(store: Store, make_spill: Callable[..., Spill]) -> None:

@@ -21,12 +21,25 @@ import pytest
 from paramserver.config import RelayConfig
 from paramserver.core import view as keys
 from paramserver.core.layout import Part, TensorSpec
-from paramserver.core.records import Announced, Ended, Epoch, Member, Rank, Sealed, digest
+from paramserver.core.records import (
+    Announced,
+    Ended,
+    Epoch,
+    FileSpec,
+    Manifest,
+    Member,
+    Plan,
+    Rank,
+    Sealed,
+    digest,
+    version_root,
+)
 from paramserver.daemon.operations import Operations
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.process import find_again
 from paramserver.daemon.service import RelayService
 from paramserver.data import fetch as data_fetch
+from paramserver.data.spill import Spill
 from paramserver.master import duties, publications
 from paramserver.master.drafts import Draft
 from paramserver.master.rendezvous import Rendezvous
@@ -947,6 +960,33 @@ async def test_what_is_kept_aside_counts_when_another_relay_brings_its_version_a
         await until(fetching, "the registry's is fetched")
         assert not (again.pool.directory / "snapshots" / MODEL / "v00000001").exists()
     again.fetches.cancel_all()
+
+
+async def test_another_registrys_version_of_a_number_on_disk_is_not_reported(
+    world: World, host: Host, tmp_path: Path
+) -> None:
+    def manifest(version: int, store_id: str) -> Manifest:
+        return Manifest(MODEL, version, "r", 1, Epoch(store_id, 1), (FileSpec("w", 4),))
+
+    for of in (manifest(1, "mine"), manifest(2, "other")):
+        digests = (digest(b"abcd"),)
+        kept = stored.StoredSnapshot(tmp_path, of, Sealed.of(of, version_root(of, digests), 1.0, {}), digests)
+        stored.copy_out([memoryview(b"abcd")], kept, contextlib.nullcontext)
+    host.reconciler._spill = Spill(tmp_path, retain=2, notices=host.parts.notices)
+    records = [Announced(of, Plan(of.epoch, 0, ())) for of in (manifest(1, "mine"), manifest(2, "mine"))]
+    world.store.apply(
+        [
+            Put(keys.version_key(MODEL, record.manifest.version, "announced"), msgspec.json.encode(record))
+            for record in records
+        ]
+    )
+
+    async def reported() -> bool:
+        return keys.spilled_key(MODEL, 1, "a") in world.store.keys
+
+    await until(reported, "what it has of this registry is known")
+    assert keys.spilled_key(MODEL, 2, "a") not in world.store.keys
+    host.reconciler._spill.close()
 
 
 async def test_what_a_master_deletes_after_it_was_brought_along_stays_deleted(world: World, host: Host) -> None:
