@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -78,7 +79,7 @@ class VerifiersOptions:
 
 TRUNCATED = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 """The stop conditions by which verifiers 0.4 ends an agent itself (`Trace.is_truncated`)."""
-METRICS_MAX = 64
+METRICS_MAX = 256
 """Of one session, as the gateway takes them."""
 
 
@@ -131,18 +132,34 @@ def _ending(trace: Mapping[str, Any], seats: Counter[str]) -> Ending:
         return Ending(trace["id"], None, why[:300])
     rewards = {name: reward for name, reward in (trace.get("rewards") or {}).items() if reward is not None}
     metrics = {f"reward/{name}": reward["score"] for name, reward in rewards.items()} | (trace.get("metrics") or {})
-    try:
-        total = float(sum(reward["score"] * reward["weight"] for reward in rewards.values()))
-    except TypeError:
-        return Ending(trace["id"], None, f"a reward is no number: {rewards!r:.200}")
+    total = _number(sum(_number(r["score"]) * _number(r["weight"]) for r in rewards.values()))
+    if not math.isfinite(total):
+        return Ending(trace["id"], None, f"a reward is no finite number: {rewards!r:.200}")
     return Ending(
         trace["id"],
         total,
         truncated=_is_truncated(trace),
         seat=f"{tags['task']}/{agent}/{seats[agent]}",
         tags=tags,
-        metrics={name: value for name, value in metrics.items() if value is not None},
+        metrics=_finite(trace["id"], metrics),
     )
+
+
+def _number(value: Any) -> float:
+    """NaN for what is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _finite(session_id: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers; the others, and those beyond `METRICS_MAX`, are named."""
+    found = {name: _number(value) for name, value in metrics.items() if value is not None}
+    kept = dict(islice(((name, value) for name, value in found.items() if math.isfinite(value)), METRICS_MAX))
+    if lost := sorted(found.keys() - kept.keys()):
+        log.warning("session %s: not taken as metrics: %s", session_id, ", ".join(lost)[:300])
+    return kept
 
 
 def _is_truncated(trace: Mapping[str, Any]) -> bool:
@@ -242,8 +259,7 @@ def _finish(ending: Ending, ends: Ends) -> Mapping[str, Any]:
     group = f"{ends.run}-{hashlib.blake2b(ending.seat.encode(), digest_size=8).hexdigest()}"
     place = {"group_id": group, "sample_index": ends.members[group], "tags": dict(ending.tags)} if ending.seat else {}
     status = "truncated" if ending.truncated else "completed"
-    metrics = dict(islice(ending.metrics.items(), METRICS_MAX))
-    return {"reward": ending.reward, "status": status, "metrics": metrics, **place}
+    return {"reward": ending.reward, "status": status, "metrics": dict(ending.metrics), **place}
 
 
 async def _end(http: httpx.AsyncClient, ending: Ending, ends: Ends) -> None:

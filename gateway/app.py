@@ -51,6 +51,7 @@ from gateway.operate.admin_place import AdminPlace, admin_place
 from gateway.operate.status import GatewayStatus
 from gateway.redis import RedisAddress, RedisServer, SharedGateways
 from gateway.repack.loop import Repacker
+from gateway.runtime.life import is_over, this_life
 from gateway.runtime.supervisor import Supervisor
 from gateway.sessions.endings import Endings
 from gateway.sessions.group_registry import GroupRegistry
@@ -201,8 +202,12 @@ async def start(config: GatewayConfig) -> Gateway:
         experience = await _experience_store(config, codec.vocabulary, stack)
         stores = await open_stores(database, stack, experience, config.experience_max, config.experience_bytes_max)
         name = await database.run(gateway_name)
-        gateways = SharedGateways(experience, name, TTL_S) if isinstance(experience, RedisServer) else None
-        claims = gateways if registry is None else EtcdClaims(registry, name, TTL_S)
+        gateways = (
+            SharedGateways(experience, name, TTL_S, this_life(), is_over)
+            if isinstance(experience, RedisServer)
+            else None
+        )
+        claims = gateways if registry is None else EtcdClaims(registry, name, TTL_S, this_life(), is_over)
         parts = assemble(config, stores, codec, telemetry.tracer, claims, gateways)
         await recover(parts.sessions, stores.sessions, stores.pool)
         await parts.fleet.__aenter__()
@@ -458,6 +463,8 @@ def _start_loops(
     loops = Supervisor()
     if gateways is not None:
         loops.keep_running(gateways.run, "shared-gateways")
+        names = lambda: [state.session_id for state in parts.live if not state.spec.ephemeral]  # noqa: E731
+        loops.keep_running(lambda: gateways.renew(names), "session-names")
     if access is not None:
         loops.keep_running(access.follow, "api-keys")
     loops.keep_running(parts.endings.expire, "session-expiry")

@@ -234,6 +234,7 @@ def _calls(prefix: str) -> Sequence[Route]:
                     "schema": {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX},
                     "description": "Items at most. Default: 20.",
                 },
+                "after": {"schema": {"type": "string"}, "description": "The items behind the one of this id."},
             },
             answers=[InputItems],
         ),

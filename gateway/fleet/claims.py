@@ -3,19 +3,21 @@ turns.
 
 Invariants:
 - an engine that a live gateway has claimed is in the fleet of no other gateway over the same store;
-- a claim ends with its gateway: at once when that closes, `TTL_S` after its last renewal when it died. A gateway that
-  starts again with its `--data` has the same name, and goes on with its claims;
+- a claim ends with its gateway: at once when that closes, `TTL_S` after its last renewal when it died. The next life of
+  a gateway, on its `--data`, goes on with its claims once the one before is over; two live ones of a name are refused;
 - while the store is away, the fleet stays as it is. An engine that another gateway has claimed meanwhile leaves it;
-- an engine is known by its address, and one on loopback by the network namespace, too: it is another one elsewhere.
+- an engine is known by all addresses that its name leads to, and one on this host by the network namespace, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import quote, urlsplit
@@ -29,7 +31,9 @@ RENEW_S = 5.0
 START_PATIENCE_S = TTL_S + 2.0
 """How long a start waits for the claims of a gateway that has just died without its `--data`."""
 RETRY_S = 0.5
-LOOPBACK = ("localhost", "::1")
+RESOLVE_S = 5.0
+ELSEWHERE = "192.0.2.1"
+"""An address of nobody (RFC 5737)."""
 
 
 class Claimed(Conflict):
@@ -39,21 +43,62 @@ class Claimed(Conflict):
 
 
 class ClaimStore(Protocol):
-    """Where claims are. Keys are those of `engine_key`; a call raises Unavailable when it did not get through."""
+    """Where claims are. A call raises Unavailable when it did not get through. `gateway`: this one's name."""
 
-    async def claim(self, engines: Collection[str]) -> Mapping[str, str]:
-        """Claims the engines, or renews the claims, for `TTL_S`. Returns those that another gateway has, and which."""
+    @property
+    def gateway(self) -> str: ...
+
+    async def claim(self, names: Collection[str]) -> Mapping[str, str]:
+        """Claims the names, or renews the claims, for `TTL_S`. Returns those that another gateway has, and which."""
         ...
 
-    async def drop(self, engines: Collection[str]) -> None: ...
+    async def drop(self, names: Collection[str]) -> None: ...
 
 
-def engine_key(url: str) -> str:
-    """The engine at `url`, as all gateways know it."""
+async def engine_keys(url: str) -> tuple[str, ...]:
+    """The names of the engine at `url` that other gateways may know it by."""
     parts = urlsplit(url)
-    host = parts.hostname or ""
-    place = _network_namespace() if host in LOOPBACK or host.startswith("127.") else host
-    return quote(f"{place}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path.rstrip('/')}", safe=":")
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    addresses = await _addresses(host, port) or {host}
+    if any(map(_is_here, addresses)):
+        addresses = {_network_namespace(), *filter(_is_reached, addresses | await asyncio.to_thread(_own_addresses))}
+    return tuple(sorted(quote(f"{address}:{port}{parts.path.rstrip('/')}", safe=":") for address in addresses))
+
+
+async def _addresses(host: str, port: int) -> set[str]:
+    try:
+        async with asyncio.timeout(RESOLVE_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):  # TimeoutError is an OSError; ValueError: a host that cannot be
+        return set()
+    return {str(address[0]) for *_, address in found}
+
+
+def _is_here(address: str) -> bool:
+    """Whether it is an address of this host: only these can be bound."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _is_reached(address: str) -> bool:
+    """Whether others reach this host by it."""
+    return not (address.startswith("127.") or address == "::1")
+
+
+def _own_addresses() -> set[str]:
+    """Of this host: those that its name has, and the one from which packets to others go. Nothing is sent."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        found |= {str(address[0]) for *_, address in socket.getaddrinfo(socket.gethostname(), None)}
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((ELSEWHERE, 9))
+        found.add(str(probe.getsockname()[0]))
+    return set(filter(_is_here, found))
 
 
 def _network_namespace() -> str:
@@ -68,40 +113,62 @@ class EngineClaims:
     def __init__(self, store: ClaimStore | None, lost: Callable[[str, str], Awaitable[None]]) -> None:
         self._store, self._lost = store, lost
         self._mine: dict[str, str] = {}  # addresses, by key
+        self._names: list[str] = []  # this gateway's own
         self._dropped: set[str] = set()
         self._changed = asyncio.Event()
         self.failure = ""
         """Why the claims are not renewed now; empty while they are."""
 
+    async def begin(self, patience_s: float) -> None:
+        """Claims the gateway's own name. Claimed when another live gateway has it: one on a copy of its `--data`."""
+        if self._store is not None:
+            name = f"gateway:{self._store.gateway}"
+            if await self._claim([name], f"the name of this gateway, {self._store.gateway},", patience_s):
+                self._names = [name]
+
     async def take(self, name: str, url: str, patience_s: float = 0.0) -> None:
         """Claims the engine. Claimed when another live gateway has it, for `patience_s` at least."""
         if self._store is None:
             return
-        key, deadline, waits = engine_key(url), time.monotonic() + patience_s, False
+        keys = await engine_keys(url)
+        await self._claim(keys, f"engine {name} at {url}", patience_s)
+        for key in keys:
+            self._mine[key] = url
+            self._dropped.discard(key)
+
+    async def _claim(self, names: Sequence[str], what: str, patience_s: float) -> bool:
+        """False: the store did not answer, and the next renewal claims them."""
+        assert self._store is not None
+        deadline, waits = time.monotonic() + patience_s, False
         while True:
             try:
-                holder = (await self._store.claim([key])).get(key)
+                held = await self._store.claim(names)
             except Unavailable as e:
-                log.warning("engine %s is used without a claim, which others would respect: %s", name, e)
-                break
-            if holder is None:
-                break
+                log.warning("%s is used without a claim, which others would respect: %s", what, e)
+                return False
+            if not held:
+                return True
+            [holder, *_] = held.values()
             if time.monotonic() >= deadline:
+                await self._undo([name for name in names if name not in held])
                 raise Claimed(
-                    f"engine {name} at {url} belongs to {holder}: two gateways would load weights under each other's "
-                    "turns",
-                    hint="give each gateway engines of its own, or stop the other one first",
+                    f"{what} belongs to {holder}: two gateways would load weights under each other's turns",
+                    hint="give each gateway engines and a --data of its own, or stop the other one first",
                 )
             if not waits:
-                log.warning("engine %s at %s belongs to %s; waiting up to %.0f s", name, url, holder, patience_s)
+                log.warning("%s belongs to %s; waiting up to %.0f s", what, holder, patience_s)
                 waits = True
             await asyncio.sleep(RETRY_S)
-        self._mine[key] = url
-        self._dropped.discard(key)
+
+    async def _undo(self, names: Sequence[str]) -> None:
+        """Gives back what a claim of several names got, unless it was this gateway's before."""
+        self._dropped |= {name for name in names if name not in self._mine}
+        self._changed.set()
 
     def give_back(self, url: str) -> None:
         """Others may have the engine from now on."""
-        if self._store is not None and self._mine.pop(key := engine_key(url), None) is not None:
+        for key in [key for key, of in self._mine.items() if of == url]:
+            del self._mine[key]
             self._dropped.add(key)
             self._changed.set()
 
@@ -127,17 +194,18 @@ class EngineClaims:
         if dropped := frozenset(self._dropped):
             await store.drop(dropped)
             self._dropped -= dropped
-        if not self._mine:
-            return
-        for key, holder in (await store.claim(list(self._mine))).items():
-            if (url := self._mine.pop(key, None)) is not None:
+        for key, holder in (await store.claim([*self._names, *self._mine])).items():
+            if (url := self._mine.get(key)) is not None:
+                self.give_back(url)
                 await self._lost(url, holder)
+            elif key in self._names:
+                log.error("the name of this gateway belongs to %s, too: is its --data a copy of this one's?", holder)
 
     async def close(self) -> None:
         """Drops all claims; where that fails they end by themselves."""
         if self._store is None:
             return
-        mine = [*self._mine, *self._dropped]
+        mine = [*self._names, *self._mine, *self._dropped]
         try:
             if mine:
                 await self._store.drop(mine)

@@ -122,6 +122,7 @@ class Fleet:
             self._tasks.keep_running(self.claims.run, "engine-claims"),
         ]
         try:
+            await self.claims.begin(START_PATIENCE_S)
             for spec in self.config.engines:
                 if spec.relay is None and spec.loads:
                     spec = replace(spec, relay=self.config.relay)
@@ -149,9 +150,18 @@ class Fleet:
         """Claims the engine among the gateways that share a store, and adds it. Raises as `add` does, and Claimed for
         one that another live gateway has, for `patience_s` at least."""
         self._check_spec(spec)
-        await self.claims.take(spec.name, spec.url, patience_s)
+        try:
+            await self.claims.take(spec.name, spec.url, patience_s)
+            self.add(spec)
+        except BaseException:
+            self._give_back(spec.url)
+            raise
         self.elsewhere.pop(spec.name, None)
-        self.add(spec)
+
+    def _give_back(self, url: str) -> None:
+        """Others may have the engine, unless it is in the fleet: it may have joined it meanwhile."""
+        if not any(handle.spec.url == url for handle in self.handles.values()):
+            self.claims.give_back(url)
 
     def note_elsewhere(self, name: str, why: str) -> None:
         self.elsewhere.pop(name, None)
@@ -222,7 +232,7 @@ class Fleet:
         self.state.remove(name)
         try:
             await handle.close()
-            self.claims.give_back(handle.spec.url)
+            self._give_back(handle.spec.url)
         finally:
             relay = handle.spec.relay
             if relay is not None and not any(other.spec.relay == relay for other in self.handles.values()):

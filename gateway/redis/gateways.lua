@@ -21,10 +21,12 @@ local function holder(kind, name)
     return found and string.match(found, '^[^/]*')
 end
 
+-- A session's name is the gateway's, whichever its life; an engine is that life's.
 local function claim(kind, name, ttl_ms)
-    local who = holder(kind, name)
-    if who and who ~= GATEWAY then return who end
-    redis.call('SET', P .. ':' .. kind .. ':' .. name, MINE, 'PX', ttl_ms)
+    local key = P .. ':' .. kind .. ':' .. name
+    local found = redis.call('GET', key)
+    if found and found ~= MINE and (kind == 'engine' or holder(kind, name) ~= GATEWAY) then return found end
+    redis.call('SET', key, MINE, 'PX', ttl_ms)
     return false
 end
 
@@ -47,10 +49,11 @@ function operations.claim(kind, ttl_ms, ...)
     return holders
 end
 
-function operations.drop(kind, ...)
+-- What one life of a gateway holds.
+function operations.drop(kind, life, ...)
     for _, name in ipairs({...}) do
         local key = P .. ':' .. kind .. ':' .. name
-        if redis.call('GET', key) == MINE then redis.call('DEL', key) end
+        if redis.call('GET', key) == GATEWAY .. '/' .. life then redis.call('DEL', key) end
     end
     return 'OK'
 end

@@ -9,15 +9,16 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
-import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Literal
 
 from gateway.redis.server import RedisServer, Script
 from protos.errors import Misdirected, Unavailable
+from protos.foreign_text import quoted
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,10 @@ SCRIPT = Script((files("gateway.redis") / "gateways.lua").read_text())
 ROOM = "gateways"
 SHOW_S = 5.0
 """Between two looks at where the others are."""
-SESSION_TTL_S = 86_400.0
-"""How long a name that a client chose stays with its gateway after its session began."""
+SESSION_TTL_S = 3600.0
+"""How long a name that a client chose stays with its gateway after its last renewal: also after its session's end."""
+BATCH = 1000
+"""Names of one call."""
 CLAIM_WAIT_S = 2.0
 _MARKED = re.compile(r"s-([0-9a-f]{8})-[0-9a-f]{16}")
 
@@ -34,12 +37,14 @@ Kind = Literal["engine", "session"]
 
 
 class SharedGateways:
-    """`gateway`: this one's name, which stays with its `--data`. `claim_ttl_s`: of engines. Implements
-    `gateway.fleet.claims.ClaimStore`."""
+    """`gateway`: this one's name, which stays with its `--data`. `claim_ttl_s`: of engines. `life`: of this process;
+    `is_over`: whether that of another one is known to have ended. Implements `gateway.fleet.claims.ClaimStore`."""
 
-    def __init__(self, server: RedisServer, gateway: str, claim_ttl_s: float) -> None:
-        self._server, self._gateway, self._ttl_ms = server, gateway, round(claim_ttl_s * 1000)
-        self._life = secrets.token_hex(4)
+    def __init__(
+        self, server: RedisServer, gateway: str, claim_ttl_s: float, life: str, is_over: Callable[[str], bool]
+    ) -> None:
+        self._server, self.gateway, self._ttl_ms = server, gateway, round(claim_ttl_s * 1000)
+        self._life, self._is_over = life, is_over
         self._url = ""
         self._at: dict[str, str] = {}
         self.mark = mark_of(gateway)
@@ -64,31 +69,65 @@ class SharedGateways:
 
     # -- engines
 
-    async def claim(self, engines: Collection[str]) -> Mapping[str, str]:
-        holders = await self._call("claim", "engine", self._ttl_ms, *engines)
-        held = {engine: who.decode() for engine, who in zip(engines, holders, strict=True) if who}
-        if not set(held.values()) <= self._at.keys():
+    async def claim(self, names: Collection[str]) -> Mapping[str, str]:
+        held = await self._claimed(names)
+        if over := [name for name, (who, life) in held.items() if who == self.gateway and self._is_over(life)]:
+            for name in over:
+                await self._call("drop", "engine", held[name][1], name)
+            held = await self._claimed(names)
+        if not {who for who, _ in held.values()} <= self._at.keys():
             await self._look()
-        return {engine: self._shown(gateway) for engine, gateway in held.items()}
+        return {name: self._shown(who) for name, (who, _) in held.items()}
 
-    async def drop(self, engines: Collection[str]) -> None:
-        await self._call("drop", "engine", *engines)
+    async def _claimed(self, names: Collection[str]) -> dict[str, tuple[str, str]]:
+        """The gateway and its life that have what this one has not got."""
+        holders = await self._call("claim", "engine", self._ttl_ms, *names)
+        found = {name: holder.decode().partition("/") for name, holder in zip(names, holders, strict=True) if holder}
+        return {name: (who, life) for name, (who, _, life) in found.items()}
+
+    async def drop(self, names: Collection[str]) -> None:
+        await self._call("drop", "engine", self._life, *names)
 
     # -- sessions
 
     async def reserve(self, name: str) -> None:
         """Before a session of this name is made: claims it, where this gateway did not make the name. Misdirected for
-        one of another gateway's, Unavailable while the Redis does not say."""
+        one of another gateway's. While the Redis does not say it begins unclaimed."""
         if (marked := _MARKED.fullmatch(name)) is not None and marked[1] == self.mark:
             return
-        await self._check_anew(name, marked)
-        [holder] = await self._call("claim", "session", round(SESSION_TTL_S * 1000), name)
-        await self._refuse(name, holder.decode())
+        try:
+            await self._check_anew(name, marked)
+            await self._reserve([name])
+        except Unavailable as e:
+            log.warning("session %s begins unclaimed, which another gateway may begin as well: %s", quoted(name), e)
+
+    async def _reserve(self, names: Sequence[str]) -> None:
+        holders = await self._call("claim", "session", round(SESSION_TTL_S * 1000), *names)
+        for name, holder in zip(names, holders, strict=True):
+            await self._refuse(name, holder.decode().partition("/")[0])
+
+    async def renew(self, names: Callable[[], Iterable[str]]) -> None:
+        """Claims the names of live sessions again and again, those of before this gateway's start and of while the
+        Redis was away among them; until cancelled. `names`: of live sessions."""
+        while True:
+            chosen = [name for name in names() if _MARKED.fullmatch(name) is None]
+            for batch in (chosen[at : at + BATCH] for at in range(0, len(chosen), BATCH)):
+                await self._renew(batch)
+            await asyncio.sleep(SESSION_TTL_S / 4)
+
+    async def _renew(self, names: Sequence[str]) -> None:
+        try:
+            await self._reserve(names)
+        except Misdirected as e:
+            log.error("two gateways have a session of one name: %s", e)
+        except Unavailable:
+            log.debug("%s: names of sessions are not claimed anew", self._server.address)
 
     async def find(self, name: str) -> None:
         """Misdirected for a session that another gateway has. Returns for one that none is known to have."""
         await self._check_anew(name, _MARKED.fullmatch(name))
-        await self._refuse(name, (await self._call("holder", "session", name)).decode())
+        with contextlib.suppress(Unavailable):  # then it is what it is here: not known
+            await self._refuse(name, (await self._call("holder", "session", name)).decode())
 
     def check(self, name: str) -> None:
         """As `find`, by the mark of an id that a gateway made, without a call."""
@@ -104,7 +143,7 @@ class SharedGateways:
         self.check(name)
 
     async def _refuse(self, name: str, holder: str) -> None:
-        if holder and holder != self._gateway:
+        if holder and holder != self.gateway:
             if holder not in self._at:
                 await self._look()
             raise self._misdirected(name, holder)
@@ -122,7 +161,7 @@ class SharedGateways:
 
     async def _call(self, operation: str, *arguments: str | int) -> Any:
         return await self._server.call(
-            SCRIPT, ROOM, operation, self._gateway, self._life, *arguments, wait_s=CLAIM_WAIT_S
+            SCRIPT, ROOM, operation, self.gateway, self._life, *arguments, wait_s=CLAIM_WAIT_S
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -18,19 +18,25 @@ RACES_MAX = 5
 
 
 class _Claim(msgspec.Struct, frozen=True):
-    """A claim's value in etcd."""
+    """A claim's value in etcd. `life`: of the process."""
 
     gateway: str
     where: str
     lease: int
+    life: str = ""
 
 
 class EtcdClaims:
     """What `gateway` has claimed, by its name; it ends `ttl_s` after the last call of `claim`. Engines are any texts
-    that all gateways write alike. Every call raises Unavailable when its outcome is not known."""
+    that all gateways write alike. `life`: of this process; `is_over`: whether that of another one is known to have
+    ended, whose claims under the same name are then this one's. Every call raises Unavailable when its outcome is not
+    known."""
 
-    def __init__(self, registry: Registry, gateway: str, ttl_s: float) -> None:
-        self._registry, self._gateway, self._ttl_s = registry, gateway, ttl_s
+    def __init__(
+        self, registry: Registry, gateway: str, ttl_s: float, life: str, is_over: Callable[[str], bool]
+    ) -> None:
+        self._registry, self.gateway, self._ttl_s = registry, gateway, ttl_s
+        self._life, self._is_over = life, is_over
         self._where = f"{gateway} on {socket.gethostname()}, process {os.getpid()}"
         self._lease = 0
 
@@ -49,19 +55,22 @@ class EtcdClaims:
         self, engines: Collection[str], found: Mapping[str, Entry]
     ) -> tuple[dict[str, str], list[Absent | Created], list[Put]]:
         """Who has the engines that others have, and how the rest becomes this gateway's."""
-        mine = _Claim(self._gateway, self._where, self._lease)
+        mine = _Claim(self.gateway, self._where, self._lease, self._life)
         held: dict[str, str] = {}
         guards: list[Absent | Created] = []
         writes: list[Put] = []
         for engine in engines:
             entry = found.get(key := keys.CLAIMS + engine)
             claim = None if entry is None else _claim_of(entry.value)
-            if claim is not None and claim.gateway != self._gateway:
+            if claim is not None and not self._may_take(claim):
                 held[engine] = claim.where
             elif claim != mine:
                 guards.append(Absent(key) if entry is None else Created(key, entry.created))
                 writes.append(Put(key, msgspec.json.encode(mine), self._lease))
         return held, guards, writes
+
+    def _may_take(self, claim: _Claim) -> bool:
+        return claim.gateway == self.gateway and (claim.life == self._life or self._is_over(claim.life))
 
     async def _found(self) -> dict[str, Entry]:
         return {entry.key: entry for entry in (await self._registry.list(keys.CLAIMS)).entries}

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from gateway.fleet.claims import ClaimStore, engine_key
+from gateway.fleet import claims
+from gateway.fleet.claims import ClaimStore, engine_keys
 from gateway.redis import SharedGateways
+from gateway.runtime.life import is_over, this_life
 from paramserver.client import EtcdClaims
 from paramserver.membership import EtcdRegistry, MemoryRegistry, MemoryStore
 from tests.support.redis_servers import connect
 
 TTL_S = 60.0
+OVER = {"over"}
+"""Lives of which it is known that they have ended."""
 Gateways = Callable[..., ClaimStore]
-"""`gateways(name, ttl_s)`: the claims of one gateway's life."""
+"""`gateways(name, ttl_s, life)`: the claims of one gateway's life."""
 
 
 @pytest.fixture(params=["memory", "etcd", "redis"])
@@ -25,14 +31,16 @@ async def gateways(request: pytest.FixtureRequest, namespace: str) -> AsyncItera
     async with contextlib.AsyncExitStack() as stack:
         if request.param == "redis":
             server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
-            yield lambda name, ttl_s=TTL_S: SharedGateways(server, name, ttl_s)
+            yield lambda name, ttl_s=TTL_S, life="1": SharedGateways(server, name, ttl_s, life, OVER.__contains__)
         elif request.param == "etcd":
             registry = await EtcdRegistry.connect(request.getfixturevalue("etcd"))
             stack.push_async_callback(registry.close)
-            yield lambda name, ttl_s=TTL_S: EtcdClaims(registry, name, ttl_s)
+            yield lambda name, ttl_s=TTL_S, life="1": EtcdClaims(registry, name, ttl_s, life, OVER.__contains__)
         else:
             store = MemoryStore(time.monotonic)
-            yield lambda name, ttl_s=TTL_S: EtcdClaims(MemoryRegistry(store), name, ttl_s)
+            yield lambda name, ttl_s=TTL_S, life="1": EtcdClaims(
+                MemoryRegistry(store), name, ttl_s, life, OVER.__contains__
+            )
 
 
 async def test_an_engine_has_one_gateway_until_that_drops_it(gateways: Gateways) -> None:
@@ -50,14 +58,22 @@ async def test_an_engine_has_one_gateway_until_that_drops_it(gateways: Gateways)
 
 
 async def test_a_gateway_that_starts_again_goes_on_with_its_claims(gateways: Gateways) -> None:
-    assert await gateways("one").claim(["e0"]) == {}
-    again = gateways("one")
+    assert await gateways("one", life="over").claim(["e0"]) == {}
+    again = gateways("one", life="2")
     assert await again.claim(["e0"]) == {}
     assert list(await gateways("other").claim(["e0"])) == ["e0"]
 
 
+async def test_two_that_live_under_one_name_do_not_share_an_engine(gateways: Gateways) -> None:
+    """As on a copy of the `--data`, or on another host, of which nobody knows whether it is over."""
+    assert await gateways("one", life="1").claim(["e0"]) == {}
+    held = await gateways("one", life="2").claim(["e0", "e1"])
+    assert list(held) == ["e0"]
+    assert held["e0"].startswith("one")
+
+
 async def test_a_life_that_ends_late_leaves_its_successors_claims(gateways: Gateways) -> None:
-    before, after = gateways("one"), gateways("one")
+    before, after = gateways("one", life="over"), gateways("one", life="2")
     assert await before.claim(["e0"]) == {}
     assert await after.claim(["e0"]) == {}
     await before.drop(["e0"])
@@ -81,9 +97,25 @@ async def test_of_two_that_claim_at_once_one_has_it(gateways: Gateways) -> None:
         assert sum(not refused for refused in held) == 1
 
 
-def test_the_key_of_an_engine() -> None:
-    assert engine_key("http://engine-0:8000") == engine_key("http://engine-0:8000/") == "engine-0:8000"
-    assert engine_key("https://engine-0") == "engine-0:443"
-    here = engine_key("http://127.0.0.1:8000")
-    assert here == engine_key("http://localhost:8000")
-    assert here != "127.0.0.1:8000", "on another host it is another engine"
+async def test_the_names_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await engine_keys("http://192.0.2.7:8000") == await engine_keys("http://192.0.2.7:8000/")
+    assert await engine_keys("https://192.0.2.7") == ("192.0.2.7:443",)
+    assert await engine_keys("http://engine.invalid:8000") == ("engine.invalid:8000",), "one that nothing resolves"
+    here = await engine_keys("http://127.0.0.1:8000")
+    assert (
+        here == await engine_keys("http://localhost:8000") == await engine_keys(f"http://{socket.gethostname()}:8000")
+    )
+    assert "127.0.0.1:8000" not in here, "on another host it is another engine"
+    monkeypatch.setattr(claims, "_own_addresses", lambda: {"192.0.2.7"})
+    assert {"192.0.2.7:8000"} < set(await engine_keys("http://127.0.0.1:8000")), "as other hosts know it"
+
+
+def test_whether_a_life_is_over() -> None:
+    assert not is_over(this_life())
+    place, pid, began = this_life().rsplit(".", 2)
+    assert is_over(f"{place}.{pid}.{int(began) - 1}"), "the same process id, of another process"
+    with subprocess.Popen(["true"]) as done:
+        done.wait()
+    assert is_over(f"{place}.{done.pid}.1")
+    assert not is_over(f"elsewhere.{pid}.1"), "of another host nothing is known"
+    assert not is_over("")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,19 @@ import pytest
 
 from gateway.app import Gateway, start
 from gateway.fleet import claims, fleet, registrations
-from gateway.redis import RedisAddress
+from gateway.redis import RedisAddress, Script
+from gateway.runtime.life import this_life
 from paramserver.client import RegisteredEngine
 from paramserver.core import view as keys
 from paramserver.membership import EtcdRegistry
 from paramserver.membership.registry import Put
 from protos.errors import Conflict
+from tests.support.processes import Daemon
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_api.test_status import config, gateway, get
 from tests.unit.gateway_sessions.test_rewards import SAMPLE, post, turn
 
+FORGET = Script("return redis.call('DEL', KEYS[1] .. ':session:' .. ARGV[1])")
 Two = tuple[aiohttp.ClientSession, aiohttp.ClientSession]
 
 
@@ -120,7 +124,7 @@ async def test_an_engine_that_another_claimed_meanwhile_leaves_the_fleet(
 ) -> None:
     monkeypatch.setattr(claims, "RENEW_S", 3600.0)
     async with ScriptedEngine("e0") as e0, gateway(tmp_path / "a", e0, **store) as (found, http):
-        await found.fleet.claims._store.drop([claims.engine_key(e0.url)])  # type: ignore[union-attr]
+        await found.fleet.claims._store.drop(await claims.engine_keys(e0.url))  # type: ignore[union-attr]
         async with gateway(tmp_path / "b", e0, **store):
             found.fleet.claims._changed.set()
             await until(lambda: not found.fleet.handles, "it leaves")
@@ -148,3 +152,62 @@ async def test_a_session_is_at_the_gateway_that_made_it(two: Two) -> None:
     await post(b, "/sessions/nobody/finish", {}, 404)
     sampled = await post(b, "/experience/sample", {**SAMPLE, "trajectories": 2, "wait_s": 60})
     assert sorted(t["session_id"] for t in sampled["trajectories"]) == sorted(["chosen", made["session_id"]])
+
+
+async def test_of_two_adds_of_one_name_the_one_that_is_refused_keeps_no_claim(
+    tmp_path: Path, store: dict[str, Any]
+) -> None:
+    async with (
+        ScriptedEngine("e0") as e0,
+        ScriptedEngine("e1") as e1,
+        gateway(tmp_path / "a", **store) as (found, a),
+        gateway(tmp_path / "b", **store) as (other, b),
+    ):
+        await asyncio.gather(*(a.post("/admin/engines", json={"name": "e", "url": e.url}) for e in (e0, e1)))
+        [taken] = found.fleet.handles.values()
+        left = e1 if taken.spec.url == e0.url else e0
+        async with asyncio.timeout(60):
+            while "left" not in other.fleet.handles:
+                async with b.post("/admin/engines", json={"name": "left", "url": left.url}) as answer:
+                    assert answer.status in (201, 409)
+
+
+async def test_a_copy_of_a_gateways_data_does_not_run_beside_it(tmp_path: Path, store: dict[str, Any]) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path / "a", **store) as (found, _):
+        shutil.copytree(tmp_path / "a", tmp_path / "b", dirs_exist_ok=True)
+        found.fleet.claims._store._life = "another process"  # type: ignore[union-attr]
+        found.fleet.claims._changed.set()
+        name = found.fleet.claims._store.gateway  # type: ignore[union-attr]
+        await found.fleet.claims._store._call("drop", "engine", this_life(), f"gateway:{name}")  # type: ignore[union-attr]
+        await found.fleet.claims._renew(found.fleet.claims._store)  # type: ignore[arg-type]
+        with pytest.raises(Conflict, match="the name of this gateway"):
+            async with gateway(tmp_path / "b", e0, **store):
+                pass
+
+
+async def test_sessions_of_before_a_restart_are_claimed_again(tmp_path: Path, store: dict[str, Any]) -> None:
+    async with (
+        ScriptedEngine("e0") as e0,
+        ScriptedEngine("e1") as e1,
+        gateway(tmp_path / "b", e1, **store) as (other, b),
+    ):
+        async with gateway(tmp_path / "a", e0, **store) as (found, a):
+            await turn(a, "mine", [5])
+        gateways: Any = other.parts.live._gateways
+        await gateways._server.call(FORGET, "gateways", "mine")
+        async with gateway(tmp_path / "a", e0, **store) as (found, a):
+            found_gateways: Any = found.parts.live._gateways
+            deadline = asyncio.get_running_loop().time() + 60
+            while not await found_gateways._call("holder", "session", "mine"):
+                assert asyncio.get_running_loop().time() < deadline
+            await refused(b, "/sessions/mine/v1/completions", {"model": MODEL, "prompt": [5], "max_tokens": 2}, a)
+
+
+async def test_while_the_redis_is_away_sessions_begin(tmp_path: Path, redis_servers: Callable[..., Daemon]) -> None:
+    daemon = redis_servers()
+    address = RedisAddress.parse(daemon.ready["url"])
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path / "a", e0, experience_store=address) as (_, http):
+        daemon.kill()
+        await turn(http, "chosen", [5])
+        await post(http, "/sessions", {"session_id": "another"})
+        await post(http, "/sessions/nobody/finish", {"reward": 1.0}, 404)

@@ -76,9 +76,11 @@ def response_of(view: SessionView, turn_id: TurnId, model: str) -> ResponseObjec
     )
 
 
-def items_of(view: SessionView, turn_id: TurnId, order: str, limit: str) -> tuple[list[dict[str, Any]], int]:
-    """The items that a response was answered to, up to `limit`, and how many are left out. BadField for another order
-    or limit than OpenAI's."""
+def items_of(
+    view: SessionView, turn_id: TurnId, order: str, limit: str, after: str | None
+) -> tuple[list[dict[str, Any]], int]:
+    """The items that a response was answered to, up to `limit`, behind the one of the id `after`, and how many are
+    left out. BadField for another order or limit than OpenAI's, and for an unknown id."""
     if order not in ("asc", "desc"):
         raise BadField("order", f"`order` is {order!r:.40}", hint="asc or desc")
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= LIMIT_MAX):
@@ -89,7 +91,13 @@ def items_of(view: SessionView, turn_id: TurnId, order: str, limit: str) -> tupl
             item for message in carried(conversation_of(view, turn_id)[:-1]) for item in as_items(message)
         )
     ]
-    return (found if order == "asc" else found[::-1])[: int(limit)], max(0, len(found) - int(limit))
+    shown = found if order == "asc" else found[::-1]
+    if after is not None:
+        ids = [item["id"] for item in shown]
+        if after not in ids:
+            raise BadField("after", f"`after` is {after!r:.80}, and no item has that id")
+        shown = shown[ids.index(after) + 1 :]
+    return shown[: int(limit)], max(0, len(shown) - int(limit))
 
 
 def _tool(tool: Message) -> dict[str, Any]:

@@ -52,8 +52,10 @@ def add_responses_routes(app: web.Application, calls: Calls) -> None:
     async def input_items(request: web.Request) -> web.Response:
         view, turn_id = recorded(calls.turns, request.match_info["response_id"])
         require(READ, caller_of(request), Target(view.session_id, view.owner))
-        _check_query(request, "order", "limit")
-        shown, left = items_of(view, turn_id, request.query.get("order", "desc"), request.query.get("limit", "20"))
+        _check_query(request, "order", "limit", "after")
+        query = request.query
+        order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+        shown, left = items_of(view, turn_id, order, limit, after)
         first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
         return answer_json(InputItems(data=shown, has_more=left > 0, first_id=first, last_id=last))
 

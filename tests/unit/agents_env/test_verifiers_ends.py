@@ -62,10 +62,18 @@ def test_a_limit_that_ended_an_agent_is_said(fields: dict[str, Any], truncated: 
     assert ending.truncated is truncated
 
 
-def test_a_reward_that_is_no_number_ends_its_own_session_alone() -> None:
-    bad, good = endings(episode(trace("a", rewards={"r": {"score": "high", "weight": 1.0}}), trace("b")))
+@pytest.mark.parametrize("score", ["high", float("nan"), float("inf"), None])
+def test_a_reward_that_is_no_number_ends_its_own_session_alone(score: Any) -> None:
+    bad, good = endings(episode(trace("a", rewards={"r": {"score": score, "weight": 1.0}}), trace("b")))
     assert (bad.reward, good.reward) == (None, 2.0)
-    assert "a reward is no number" in bad.why
+    assert "a reward is no finite number" in bad.why
+
+
+def test_metrics_that_are_no_numbers_are_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = {"loss": float("nan"), "text": "x", "right": True, "steps": 2}
+    [ending] = endings(episode(trace("s", rewards={"r": {"score": True, "weight": 1.0}}, metrics=metrics)))
+    assert (ending.reward, ending.metrics) == (1.0, {"reward/r": 1.0, "right": 1.0, "steps": 2.0})
+    assert "not taken as metrics: loss, text" in caplog.text
 
 
 async def test_sessions_get_the_group_of_their_task_its_tags_and_each_reward(tmp_path: Path) -> None:

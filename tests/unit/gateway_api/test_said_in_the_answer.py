@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 from tokenizers import Tokenizer
 
@@ -113,6 +114,10 @@ async def test_what_is_asked_of_a_response() -> None:
         assert told == [("message", "user", "one"), ("message", "assistant", "First."), ("message", "user", "two")]
         newest = await client.responses.input_items.list(second.id, limit=1)
         assert ([item.to_dict() for item in newest.data], newest.has_more) == (found[-1:], True)
+        pages = [item.to_dict() async for item in client.responses.input_items.list(second.id, order="asc", limit=1)]
+        assert pages == found, "page by page"
+        with pytest.raises(openai.BadRequestError, match="no item has that id"):
+            await client.responses.input_items.list(second.id, after="item_none")
         for ask in (client.responses.delete, client.responses.cancel):
             with pytest.raises(Exception, match="part of its session's record"):
                 await ask(first.id)
