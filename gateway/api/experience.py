@@ -312,7 +312,7 @@ class _Handlers:
         doubts = []
         served = max((engine.version for engine in fleet.state.engines.values()), default=NO_VERSION)
         if heard.verdict == "nobody" and said > max(newest, served):
-            relays = "no relay answers" if fleet.relays.addresses() else "this gateway has no relay"
+            relays = "no relay that is believed answers" if fleet.relays.addresses() else "this gateway has no relay"
             doubts.append(
                 f"it says version {said}, which no relay announced ({relays}): it decides what this reader gets, and "
                 "nothing else"

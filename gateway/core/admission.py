@@ -106,8 +106,8 @@ class WaitingGroup:
     def __str__(self) -> str:
         if self.stranded:
             return (
-                f"group {self.group_id}: {self.buffered} of {self.size} are buffered, and no member is running: "
-                "make another one, or it is dropped when it is too stale"
+                f"group {self.group_id}: {self.buffered} of the {self.size} that its reader takes are buffered, and no "
+                "member is running: make another one, or have the reader take smaller groups; else it goes as stale"
             )
         return (
             f"group {self.group_id}: {self.buffered} of {self.size} are buffered; it waits for {', '.join(self.live)}"

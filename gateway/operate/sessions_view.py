@@ -31,14 +31,14 @@ def describe(answer: Mapping[str, Any], idle_s: int | None) -> Sequence[str]:
     shown = answer["sessions"]
     silent = "" if idle_s is None else f", {len(shown)} of them without a turn for {idle_s} s"
     idle = sum(session["kept_by"] is None for session in shown)
-    head = f"{answer['live']} sessions are live{silent}; {idle} are idle: nothing keeps them"
+    head = f"{answer['live']} sessions are live{silent}; {idle} are idle, which no turn, runner or child keeps"
     return [head, *map(_line, shown)]
 
 
 def _line(session: Mapping[str, Any]) -> str:
     idle_s, kept_by = session["idle_s"], session["kept_by"]
     since = "a turn runs" if idle_s is None else f"no turn for {idle_s:.0f} s"
-    why = "idle" if kept_by is None else f"kept by its {kept_by}"
+    why = "idle" if kept_by is None else "in use" if kept_by == "turn" else f"kept by its {kept_by}"
     on = f"on {session['engine'] or 'no engine'}, version {session['version']}"
     return f"{quoted(session['session_id'])}: {since}, {why}; {session['turns']} turns, {on}, {session['state']}"
 

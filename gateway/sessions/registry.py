@@ -107,7 +107,8 @@ class SessionRegistry:
             return state
         if session_id in self._ended:
             raise Conflict(
-                f"session {session_id} is already {self._ended[session_id]}", hint="make a new one with POST /sessions"
+                f"session {session_id} is already {self._ended[session_id]}",
+                hint="an ended session takes no calls; POST /sessions/ID/reward changes the reward of a finished one",
             )
         raise UnknownSession(session_id)
 

@@ -32,9 +32,9 @@ async def test_idle_sessions_are_listed_and_ended_some_at_a_time(
         for name in "abc":
             leave(found, name)
         lines = (await run(found.url)).splitlines()
-        assert lines[0] == "4 sessions are live; 3 are idle: nothing keeps them"
+        assert lines[0] == "4 sessions are live; 3 are idle, which no turn, runner or child keeps"
         assert lines[1] == "a: no turn for 61 s, idle; 1 turns, on e0, version 3, live"
-        assert lines[4].endswith("kept by its turn; 1 turns, on e0, version 3, live")
+        assert lines[4].endswith("in use; 1 turns, on e0, version 3, live")
         assert (await run(found.url, "--idle-s", "60")).startswith(
             "4 sessions are live, 3 of them without a turn for 60 s"
         )

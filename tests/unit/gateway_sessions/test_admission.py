@@ -153,7 +153,7 @@ async def test_a_version_that_no_relay_announced_is_refused_by_name_and_makes_no
             await until(lambda: not found.fleet.relays.answering(), "no relay answers")
             told = await post(http, "/experience/sample", {**asked, "trainer_version": 24})
             assert told["why"] == "1 leased", "taken, since nothing can be said against it"
-            assert "no relay answers" in (await get(http, "/status"))["admission"]["notes"]["r"]
+            assert "no relay that is believed answers" in (await get(http, "/status"))["admission"]["notes"]["r"]
 
 
 async def test_the_first_batch_after_a_restart_is_within_the_bound_whatever_its_reader_says(tmp_path: Path) -> None:
