@@ -1,21 +1,22 @@
 """The text of an answer to what a client sees of it: reasoning, content and tool calls, up to where it is over.
 
 Invariants:
-- stop strings count in the content alone: neither in reasoning nor within a call;
+- stop strings count in the content alone: neither in reasoning nor within a call; so a text that may be a call is
+  searched once it is none, and the answer is over then;
 - an answer of one call is over with the first one that is complete, and none within reasoning counts;
 - while it is undecided whether a text is reasoning, it is read as content, and withheld.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from gateway.tokens.arguments import Tool
 from gateway.tokens.reasoning import ReasoningFormat, ReasoningParser
 from gateway.tokens.stream import StopStrings
-from gateway.tokens.toolcalls import ToolCall, ToolCallParser
+from gateway.tokens.toolcalls import ToolCall, ToolCallParser, ToolDelta
 from gateway.tokens.toolformats import ToolFormat
 
 
@@ -62,6 +63,7 @@ class AnswerParser:
     def _begin_content(self) -> None:
         self._withheld: list[str] = []
         self._stop = StopStrings(self._stop_strings)
+        self._free = 0  # characters at the beginning of what the parser holds, in which no stop string counts
         self._parser = None if self._tools is None else ToolCallParser(self._calls, self._tools, one=self._one_call)
 
     @property
@@ -111,15 +113,57 @@ class AnswerParser:
 
     def _content(self, text: str, checked: bool, last: bool) -> tuple[str, tuple[ToolCall, ...], str | None]:
         parser, stopped_by = self._parser, None
+        if parser is not None and self._stop_strings:
+            return self._up_to_stop(parser, text, checked, last)
         if self._stop_strings:
-            within = parser is not None and parser.in_call
-            text, stopped_by = self._stop.feed(text, checked=checked and not within)
+            text, stopped_by = self._stop.feed(text, checked=checked)
             if last and stopped_by is None:
                 text += self._stop.finish()
         if parser is None:
             return text, (), stopped_by
         found = parser.feed(text)
-        if not last and stopped_by is None:
+        if not last:
             return found.text, found.calls, None
         rest = parser.finish()
-        return found.text + rest.text, found.calls + rest.calls, stopped_by
+        return found.text + rest.text, found.calls + rest.calls, None
+
+    def _up_to_stop(
+        self, parser: ToolCallParser, text: str, checked: bool, last: bool
+    ) -> tuple[str, tuple[ToolCall, ...], str | None]:
+        """It is read character by character, so that it ends at the same one however the text is cut."""
+        texts: list[str] = []
+        calls: list[ToolCall] = []
+        for found in self._by_character(parser, text, last):
+            begin = 0
+            for end, call in zip(found.ends, found.calls, strict=True):
+                if (stopped_by := self._take(texts, found.text[begin:end], checked)) is not None:
+                    return "".join(texts), tuple(calls), stopped_by
+                texts.append(self._stop.finish())  # no stop string goes on behind a call
+                calls.append(call)
+                self._free, begin = 0, end
+                if self._one_call:
+                    return "".join(texts), tuple(calls), None
+            stopped_by = self._take(texts, found.text[begin:], checked, parser.before_call)
+            if stopped_by is not None:
+                return "".join(texts), tuple(calls), stopped_by
+            if not checked:
+                self._free = parser.num_held
+        if last:
+            texts.append(self._stop.finish())
+        return "".join(texts), tuple(calls), None
+
+    def _by_character(self, parser: ToolCallParser, text: str, last: bool) -> Iterator[ToolDelta]:
+        yield from map(parser.feed, text)
+        if last:
+            yield parser.finish()
+
+    def _take(self, texts: list[str], text: str, checked: bool, ahead: str = "") -> str | None:
+        """Adds what no stop string holds back of a text that is no call's; the stop string that ends it."""
+        if not text and not ahead:
+            return None
+        free, self._free = text[: self._free], max(0, self._free - len(text))
+        if free:
+            texts.append(self._stop.feed(free, checked=False)[0])
+        shown, stopped_by = self._stop.feed(text[len(free) :], checked=checked, ahead=ahead[self._free :])
+        texts.append(shown)
+        return stopped_by

@@ -176,23 +176,24 @@ class StopStrings:
         self._longest = max(map(len, self._stop), default=0)
         self._held = ""
 
-    def feed(self, text: str, *, checked: bool = True) -> tuple[str, str | None]:
+    def feed(self, text: str, *, checked: bool = True, ahead: str = "") -> tuple[str, str | None]:
         """The text that no stop string holds back, and the stop string that ends it. Not `checked`: none does, nor does
-        one that begins in it."""
+        one that begins in it. `ahead`: what follows, and is shown only if a stop string ends it: it is fed later."""
         self._held += text
-        found = self._find_stop() if checked else None
-        keep = self._possible_stop() if checked and found is None else 0
-        end = len(self._held) - keep if found is None else found[0]
-        shown, self._held = self._held[:end], self._held[end:] if found is None else ""
-        return shown, None if found is None else found[1]
+        if checked and (found := self._find_stop(self._held + ahead)) is not None:
+            shown, self._held = (self._held + ahead)[: found[0]], ""
+            return shown, found[1]
+        end = len(self._held) - (self._possible_stop() if checked else 0)
+        shown, self._held = self._held[:end], self._held[end:]
+        return shown, None
 
     def finish(self) -> str:
         """The text held back: the beginning of a stop string."""
         held, self._held = self._held, ""
         return held
 
-    def _find_stop(self) -> tuple[int, str] | None:
-        hits = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+    def _find_stop(self, text: str) -> tuple[int, str] | None:
+        hits = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         return min(hits, default=None)
 
     def _possible_stop(self) -> int:

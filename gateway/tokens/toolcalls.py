@@ -37,8 +37,11 @@ class ToolCall:
 
 
 class ToolDelta(msgspec.Struct, frozen=True, gc=False):
+    """`ends`: of each call, where in the text it stood."""
+
     text: str = ""
     calls: tuple[ToolCall, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 class ToolCallParser:
@@ -50,12 +53,23 @@ class ToolCallParser:
         named = [(str((tool.get("function") or {}).get("name")), tool) for tool in tools]
         self._tools = dict(named) if tools else None
         self._held = ""
+        self._num_before_call = 0
         self._scan: Scan | None = None  # of the call that may have begun in what is held, and where it opened
         self._opened = 0
         self._after_call = False  # white space that follows belongs to the call before it
         self.in_call = False
         """Whether what comes next may be part of a call."""
         self.num_calls = 0
+
+    @property
+    def num_held(self) -> int:
+        """Characters that were read and are neither text nor a call yet."""
+        return len(self._held)
+
+    @property
+    def before_call(self) -> str:
+        """What of these no call has: white space, and the beginning of a mark."""
+        return self._held[: self._num_before_call]
 
     def call_id(self, digest: str) -> str:
         """An id as the model's template takes it, from hexadecimal digits."""
@@ -72,7 +86,9 @@ class ToolCallParser:
         held += text  # in place, since nobody else refers to it
         texts: list[str] = []
         calls: list[Call] = []
+        ends: list[int] = []
         at, look, unfinished = 0, 0, 0  # up to where it is released, and from where openings are looked for
+        num_text = 0
         while not (self.one and (calls or self.num_calls)):
             if self._after_call:
                 at = look = self._end_of_run(syntax, held, at)
@@ -87,6 +103,7 @@ class ToolCallParser:
                     break
                 begin = _before_call(held, at, opened.start(), syntax)
                 texts.append(held[at:begin])
+                num_text += begin - at
                 at, self._opened = begin, opened.start()
                 self._scan = syntax.opens[opened[0]](opened.end(), self._tools)
             found = self._scan.read(held, last)
@@ -97,16 +114,19 @@ class ToolCallParser:
                 found = Found(self._opened)
             self._scan = None
             calls += found.calls
+            ends += [num_text] * len(found.calls)
             self._after_call = bool(found.calls)
             look = max(found.end, self._opened + 1)  # a call of one character's mark is read from that on
             at = look if found.calls else at
         self._held = held[at:] if at else held
         self.in_call = self._scan is not None
+        self._num_before_call = (self._opened if self.in_call else len(held)) - at
         if at:
             self._scan = None  # it has positions in what was held: it begins again, once
         del calls[1 if self.one else len(calls) :]
         self.num_calls += len(calls)
-        return ToolDelta("".join(texts), tuple(ToolCall(name, arguments) for name, arguments in calls))
+        made = tuple(ToolCall(name, arguments) for name, arguments in calls)
+        return ToolDelta("".join(texts), made, tuple(ends[: len(made)]))
 
     def _end_of_run(self, syntax: Syntax, held: str, at: int) -> int:
         """Behind what belongs to the call before; `_after_call` stays set while more of that may come."""

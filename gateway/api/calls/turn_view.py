@@ -1,7 +1,8 @@
 """The reader of one turn: its tokens to what a response shows, which is text, tool calls, logprobs and spans.
 
 Invariants:
-- pieces keep the order of tokens; the ids of all pieces are the turn's record, cut where a stop string completed;
+- pieces keep the order of tokens; the ids of all pieces are the turn's record, cut where a stop string completed, or
+  was found to be in no call;
 - reading a turn again gives the same, the ids of its tool calls included;
 - text may lag behind ids (torn characters, possible stop strings, unparsed calls), never lead them.
 """

@@ -353,6 +353,73 @@ def test_a_stop_string_counts_in_the_content_alone(
     assert found[-1].stopped_by == stopped_by
 
 
+ONE_AND_TWO = f"One.\n{CALL}\nTwo."
+
+
+@pytest.mark.parametrize(
+    ("form", "stop", "text", "content", "calls", "stopped_by"),
+    [
+        ("llama", "\n\n", "int main() {\n\n  return 0;\n}\n", "int main() {", [], "\n\n"),
+        ("llama", "DONE", '{"answer": "DONE"} and on', '{"answer": "', [], "DONE"),
+        ("llama", "DONE", '{"answer": "DONE', '{"answer": "', [], "DONE"),
+        ("hermes", "STOP", '<tool_call>\n{"x": "STOP"}</tool_call>', '<tool_call>\n{"x": "', [], "STOP"),
+        ("hermes", "STOP", f"a STOP {CALL}", "a ", [], "STOP"),
+        ("hermes", "\n\n", f"One.\n\n{CALL}", "One.", [], "\n\n"),
+        ("hermes", "real", ONE_AND_TWO, "One.Two.", REAL, None),
+        ("hermes", "Two", ONE_AND_TWO, "One.", REAL, "Two"),
+        ("hermes", "One.Two", ONE_AND_TWO, "One.Two.", REAL, None),
+        ("hermes", "<tool_call>", ONE_AND_TWO, "One.Two.", REAL, None),
+        ("hermes", "<tool_call>", "The <tool_call> tag", "The ", [], "<tool_call>"),
+        ("llama4", "[", "See [1].", "See ", [], "["),
+    ],
+)
+def test_a_stop_string_counts_in_what_looked_like_a_call_and_is_none(
+    form: ToolFormat, stop: str, text: str, content: str, calls: Calls, stopped_by: str | None
+) -> None:
+    for pieces in cut(text):
+        assert stopped(form, pieces, [stop]) == (content, calls, stopped_by), pieces
+
+
+def stopped(form: ToolFormat, pieces: list[str], stop: list[str], free: int = 0) -> tuple[str, Calls, str | None]:
+    """What is read up to a stop string. `free`: pieces in which none counts."""
+    parser, texts, calls = AnswerParser(calls=form, tools=TOOLS, stop=stop), "", []
+    for number, piece in enumerate([*pieces, ""]):
+        found = parser.feed(piece, checked=number >= free, last=number == len(pieces))
+        texts += found.text
+        calls += [(call.name, json.loads(call.arguments)) for call in found.calls]
+        if found.over:
+            return texts, calls, found.stopped_by
+    return texts, calls, None
+
+
+@pytest.mark.parametrize(
+    ("pieces", "content", "stopped_by"),
+    [
+        (['{"a": "END', '"} on'], '{"a": "END"} on', None),
+        (['{"a": "END', '"} on END'], '{"a": "END"} on ', "END"),
+        (['{"a": "EN', 'D"}'], '{"a": "END"}', None),
+    ],
+)
+def test_what_looked_like_a_call_before_stop_strings_count_ends_nothing(
+    pieces: list[str], content: str, stopped_by: str | None
+) -> None:
+    assert stopped("llama", pieces, ["END"], free=1) == (content, [], stopped_by)
+
+
+@pytest.mark.parametrize("form", PARTS)
+@given(data=st.data())
+def test_a_stop_string_ends_an_answer_alike_however_it_is_cut(form: ToolFormat, data: st.DataObject) -> None:
+    words = st.lists(st.sampled_from([*PARTS[form], " ", "\n", "word", "END"]), max_size=8)
+    text = "".join(data.draw(words))
+    stop = data.draw(st.lists(st.sampled_from(["END", "\n", "d<", "<tool_call>", "[", "x"]), min_size=1, max_size=2))
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    found = stopped(form, [text], stop)
+    assert found == stopped(form, list(text), stop)
+    assert found == stopped(form, [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])], stop)
+    if not found[1]:
+        assert not any(each in found[0] for each in stop), "none is left in what is no call"
+
+
 @pytest.mark.parametrize(
     ("form", "text", "read"),
     [
