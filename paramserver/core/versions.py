@@ -12,13 +12,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
-from paramserver.core.records import Announced, Ended, Manifest, Plan, Sealed
+from paramserver.core.records import Announced, Ended, Epoch, Manifest, Plan, Sealed
 
 Stage = Literal["known", "filling", "complete", "shown", "skipped", "retired", "ended"]
 
@@ -79,6 +79,19 @@ class Notify:
 
     kind: Literal["sealed", "available", "retired", "lost"]
     sealed: Sealed
+
+
+@dataclass(frozen=True, slots=True)
+class GoneBack:
+    """Versions that a registry does not have any more, since it was restored from a backup.
+
+    `lost`: newer than all it has; they count again. `apart`: the registry has gone on without them, so that they would
+    go back to other weights. `twice`: numbers that it gave again.
+    """
+
+    lost: tuple[tuple[Manifest, Sealed], ...]
+    apart: tuple[int, ...]
+    twice: tuple[int, ...]
 
 
 Effect = Fetch | Show | Drop | Notify
@@ -294,28 +307,34 @@ class ModelVersions:
         newest = self.newest_sealed
         return newest is not None and newest > version
 
-    def lost_by_registry(self, left: Iterable[tuple[Manifest, Sealed]]) -> list[tuple[Manifest, Sealed]]:
-        """Those among versions sealed earlier that the registry, whose records are all that is known here, went behind.
+    def gone_back(self, left: Sequence[tuple[Manifest, Sealed]], store_id: str) -> GoneBack:
+        """What the registry `store_id`, whose records are all that is known here, lacks of versions sealed earlier.
 
-        A registry forgets a sealed version only when it is dropped, or long past. So one that has no newer record, and
-        none that was sealed later, was restored from a backup. What was sealed since then counts: numbers that were
-        given again are not taken back.
+        A registry forgets a sealed version only when it is dropped, or long past. So one that is newer than all its
+        sealed ones shows that it was restored from a backup. It has gone on since then if it gave a number again, or
+        has a version of a later master than such a one; numbers and election revisions show that, clocks do not.
+        Where a later master got the lower revision, since revisions went back as well, a number given again shows it.
         """
-        known = [state.sealed for state in self._versions.values() if state.sealed is not None]
-        newest = max((sealed.version for sealed in known), default=0)
-        latest_s = max((sealed.sealed_unix_s for sealed in known), default=0.0)
-        return [
-            (manifest, sealed)
-            for manifest, sealed in left
-            if manifest.version > newest
-            and sealed.sealed_unix_s >= latest_s
-            and self._may_be(self._versions.get(manifest.version), manifest)
-        ]
 
-    def _may_be(self, state: VersionState | None, manifest: Manifest) -> bool:
-        if state is None:
-            return True
-        return state.ended is None and (state.announced is None or state.announced.manifest == manifest)
+        def rank(epoch: Epoch) -> tuple[bool, int]:
+            return epoch.store_id == store_id, epoch.revision  # stores that were continued come before
+
+        newest = self.newest_sealed or 0
+        live = {v: s.announced.manifest for v, s in self._versions.items() if s.announced and not s.ended}
+        twice = [of.version for of, _ in left if live.get(of.version, of) != of]
+        lost = [
+            (of, sealed)
+            for of, sealed in left
+            if of.version > newest and of.version not in twice and not self._has_ended(of.version)
+        ]
+        latest = max((rank(of.epoch) for of in live.values()), default=(False, 0))
+        if twice or any(rank(of.epoch) < latest for of, _ in lost):
+            return GoneBack((), tuple(of.version for of, _ in lost if of.version not in self._versions), tuple(twice))
+        return GoneBack(tuple(lost), (), ())
+
+    def _has_ended(self, version: int) -> bool:
+        state = self._versions.get(version)
+        return state is not None and state.ended is not None
 
     def _state(self, version: int) -> VersionState:
         self.revision += 1  # callers change the state

@@ -153,7 +153,7 @@ class Reconciler:
         if self._removals.num_running:
             return True
         if (aside := self._store.give_up_aside()) is not None:
-            log.warning("%s, of a registry that was replaced, makes room", aside)
+            log.warning("%s, kept aside, makes room", aside)
             self._removals.start(aside, "its room is needed")
             return True
         retained = {(r.model, r.version) for _, v in self._models.items() for r in v.shown()[-v.retain :]}

@@ -6,18 +6,19 @@ Invariants:
 - a number that is carried here is never given again;
 - versions sealed here that the registry does not have, since it was restored from a backup, are sealed here again; the
   master's duties record them there, as they do in a registry that was adopted;
-- versions of another registry are not, since an operator decides which one is right: they are kept aside, until their
-  room is needed or a start after that decision offers them again.
+- versions of another registry are not, since an operator decides which one is right; nor are those without which a
+  restored registry has gone on. They are kept aside, until their room is needed or the registry has them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from paramserver.core.notices import Notices
 from paramserver.core.records import Announced, Manifest, Plan, Sealed
+from paramserver.core.versions import GoneBack
 from paramserver.core.view import View
 from paramserver.memory.store import Snapshot, Store
 from paramserver.memory.stored import StoredSnapshot
@@ -56,17 +57,19 @@ class Recovery:
             newest[manifest.model] = max(newest.get(manifest.model, manifest), manifest, key=lambda one: one.version)
         for model, manifest in sorted(newest.items()):
             versions = self._models.of(model)
-            lost = versions.lost_by_registry(one for _, one in sorted(mine.get(model, {}).items()))
-            skip_to, next_number = manifest.version + (NUMBERS_SKIPPED if lost else 1), versions.next_number
+            left = [one for _, one in sorted(mine.get(model, {}).items())]
+            gone = versions.gone_back(left, self._view.store_id)
+            skipped, next_number = NUMBERS_SKIPPED if gone.lost or gone.apart or gone.twice else 1, versions.next_number
+            skip_to = manifest.version + skipped
             if self._is_foreign(manifest):
                 self._note_foreign(manifest)
-            if lost:
-                self._note_lost(model, [one.version for _, one in lost], skip_to)
+            self._note_gone_back(model, gone, skip_to)
+            if gone.lost:
                 await self._elections.want(model)
             if skip_to > next_number:
                 versions.skip_to(skip_to)
                 await self._elections.skip_numbers(model, skip_to)
-            for of, sealed in lost:
+            for of, sealed in gone.lost:
                 self._reconciler.record(model, of.version, Announced(of, Plan(of.epoch, 0, ()), sealed.labels))
                 self._reconciler.record(model, of.version, sealed)
 
@@ -77,13 +80,13 @@ class Recovery:
             versions = self._models.of(manifest.model)
             state = versions.get(manifest.version)
             root = snapshot.root()
-            if state is None and self._is_foreign(manifest):
+            oldest_kept = max((versions.newest_sealed or 0) + 1, self._view.dropped.get(manifest.model, 0))
+            if state is None and (self._is_foreign(manifest) or manifest.version >= oldest_kept):
                 store.keep_aside(snapshot)
                 continue
             if state is None or state.sealed is None or state.ended is not None or state.sealed.root_digest != root:
                 why = state.ended.reason if state and state.ended else "the registry has another, or none of its number"
-                is_old = manifest.version < max(versions.newest_sealed or 0, self._view.dropped.get(manifest.model, 0))
-                level = logging.INFO if is_old and state is None else logging.WARNING
+                level = logging.INFO if state is None else logging.WARNING  # it is long past, or was dropped
                 self._note(level, f"{snapshot}, left by an earlier life, is dropped: {why}")
                 store.remove(snapshot, "not sealed")
                 continue
@@ -102,12 +105,19 @@ class Recovery:
             "command offers it again",
         )
 
-    def _note_lost(self, model: str, numbers: Sequence[int], skip_to: int) -> None:
-        self._note(
-            logging.WARNING,
-            f"the registry went back (was it restored from a backup?): it does not know {_list(numbers)} of {model}, "
-            f"sealed before and found here. They are offered again, and the next number is {skip_to} at least",
-        )
+    def _note_gone_back(self, model: str, gone: GoneBack, skip_to: int) -> None:
+        back, then = "the registry went back (was it restored from a backup?)", f"the next number is {skip_to} at least"
+        if gone.lost:
+            lost = _list([sealed.version for _, sealed in gone.lost])
+            what = f"it does not know {lost} of {model}, sealed before and found here. They are offered again"
+            self._note(logging.WARNING, f"{back}: {what}, and {then}")
+        if gone.twice:
+            what = f"gave {_list(gone.twice)} of {model} again. What it has of that number counts, what was found here"
+            self._note(logging.ERROR, f"{back} and {what} does not, and {then}")
+        if gone.apart:
+            what = f"has gone on without {_list(gone.apart)} of {model}, sealed before and found here"
+            why = "which is kept aside, since readers would go back to other weights"
+            self._note(logging.ERROR, f"{back} and {what}, {why}, and {then}")
 
     def _note(self, level: int, text: str) -> None:
         log.log(level, "%s", text)

@@ -139,47 +139,54 @@ def test_what_was_withdrawn_here_is_had_again_from_others_or_from_disk() -> None
     assert model.filled(1, "root") == [Show(sealed(1)), Notify("available", sealed(1))]
 
 
-def left(version: int, sealed_unix_s: float, epoch: Epoch = EPOCH) -> tuple[Manifest, Sealed]:
-    manifest = msgspec.structs.replace(announced(version).manifest, epoch=epoch)
-    return manifest, Sealed.of(manifest, "root", sealed_unix_s, {})
+def left(version: int, revision: int = 5, store_id: str = "store") -> tuple[Manifest, Sealed]:
+    manifest = msgspec.structs.replace(announced(version).manifest, epoch=Epoch(store_id, revision))
+    return manifest, Sealed.of(manifest, "root", 0.0, {})
 
 
-def registry(*records: tuple[int, float | str]) -> ModelVersions:
-    """What it has after its restore: versions with the time of their seal, or "announced", or why they ended."""
+def restored(*records: tuple[int, int, str]) -> ModelVersions:
+    """What it has after its restore: versions by number, the revision of their master, and what became of them."""
     model = versions()
-    for version, what in records:
-        model.announced(announced(version))
-        if isinstance(what, float):
-            model.sealed(left(version, what)[1])
-        elif what != "announced":
-            model.ended(version, Ended(what, "reason"))  # type: ignore[arg-type]
+    for version, revision, what in records:
+        manifest, record = left(version, revision)
+        model.announced(Announced(manifest, Plan(manifest.epoch, 1, ())))
+        if what == "sealed":
+            model.sealed(record)
+        elif what == "aborted":
+            model.ended(version, Ended("aborted", "reason"))
     return model
 
 
 @pytest.mark.parametrize(
-    ("records", "lost"),
+    ("records", "lost", "apart", "twice"),
     [
-        ([], [2, 3]),
-        ([(1, 10.0)], [2, 3]),
-        ([(1, 10.0), (2, "announced")], [2, 3]),  # the backup was made between announcement and seal
-        ([(1, 10.0), (2, "aborted")], [3]),
-        ([(2, 20.0)], [3]),
-        ([(1, 40.0)], []),  # sealed since
-        ([(3, 30.0)], []),  # 2 was dropped, or is long past
-        ([(4, 25.0)], []),
+        ([], [2, 3], [], []),
+        ([(1, 5, "sealed")], [2, 3], [], []),
+        ([(1, 4, "sealed")], [2, 3], [], []),  # its master died after the backup
+        ([(1, 5, "sealed"), (2, 5, "announced")], [2, 3], [], []),  # the backup was made before the seal
+        ([(1, 5, "sealed"), (2, 5, "aborted")], [3], [], []),
+        ([(2, 5, "sealed")], [3], [], []),
+        ([(3, 5, "sealed")], [], [], []),  # 2 was dropped, or is long past
+        ([(4, 9, "sealed")], [], [], []),
+        ([(1, 9, "sealed")], [], [2, 3], []),  # sealed since, by the next master
+        ([(1, 5, "sealed"), (2, 9, "sealed")], [], [3], [2]),
+        ([(1, 5, "sealed"), (2, 9, "announced")], [], [3], [2]),
+        ([(1, 5, "sealed"), (2, 3, "sealed")], [], [3], [2]),  # revisions went back with the registry
+        ([(1, 5, "sealed"), (2, 9, "aborted")], [3], [], []),  # no weights of it are left
     ],
     ids=str,
 )
-def test_a_registry_that_went_back_lost_what_is_newer_than_all_it_has(
-    records: list[tuple[int, float | str]], lost: list[int]
+def test_a_registry_that_went_back_lost_what_is_newer_than_all_it_has_unless_it_has_gone_on(
+    records: list[tuple[int, int, str]], lost: list[int], apart: list[int], twice: list[int]
 ) -> None:
-    held = [left(2, 20.0), left(3, 30.0)]
-    assert [manifest.version for manifest, _ in registry(*records).lost_by_registry(held)] == lost
+    gone = restored(*records).gone_back([left(2), left(3)], "store")
+    found = ([of.version for of, _ in gone.lost], list(gone.apart), list(gone.twice))
+    assert found == (lost, apart, twice)
 
 
-def test_a_number_that_a_restored_registry_gave_again_is_not_taken_back() -> None:
-    held = [left(2, 20.0, Epoch("store", 9))]
-    assert registry((1, 10.0), (2, "announced")).lost_by_registry(held) == []
+def test_what_a_registry_sealed_itself_is_later_than_what_it_continues() -> None:
+    assert [of.version for of, _ in restored((1, 5, "sealed")).gone_back([left(2, 3, "new")], "new").lost] == [2]
+    assert restored((1, 5, "sealed")).gone_back([left(2, 9, "before")], "store").apart == (2,)
 
 
 def test_a_copy_for_the_fleet_is_fetched_again_after_what_is_new_and_outside_the_chain() -> None:

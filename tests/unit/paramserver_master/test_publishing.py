@@ -962,6 +962,35 @@ async def test_what_is_kept_aside_counts_when_another_relay_brings_its_version_a
     again.fetches.cancel_all()
 
 
+async def test_what_a_restored_registry_has_gone_on_without_is_kept_aside_and_named(world: World, host: Host) -> None:
+    await host.publish()
+    backup: list[Write] = [Put(key, entry.value) for key, entry in world.store.keys.items() if not entry.lease]
+    for _ in (2, 3):
+        await host.publish()
+    await host.close()
+    world.hosts.remove(host)
+    world.replace()
+    world.store.apply(backup)
+    other = await world.host("b")  # holds nothing, and is there first
+    assert (await other.publish()).manifest.version == 2
+    again = await world.host("a")
+    await again.recover()
+    [notice] = again.parts.notices.all()
+    assert notice.text == (
+        "the registry went back (was it restored from a backup?) and has gone on without version 3 of policy, sealed "
+        "before and found here, which is kept aside, since readers would go back to other weights, and the next number "
+        "is 1003 at least"
+    )
+    assert (again.pool.directory / "snapshots" / MODEL / "v00000003").exists()
+    assert 3 not in again.shown()
+
+    async def skipped() -> bool:
+        return other.models.of(MODEL).next_number == 1003
+
+    await until(skipped, "the other relay gives none of its numbers")
+    again.fetches.cancel_all()
+
+
 async def test_another_registrys_version_of_a_number_on_disk_is_not_reported(
     world: World, host: Host, tmp_path: Path
 ) -> None:
