@@ -62,7 +62,8 @@ RUN_ELSEWHERE = {
     ("README.md", "sh"): 1,  # `.ci/run` types it
     ("docs/experience.md", "python"): 4,  # test_experience_reader.py
     ("docs/operations.md", "sh"): 2,  # operating/test_backup.py
-    ("docs/environments.md", "json"): 2,  # `tests/unit/agents_env/test_commands.py`
+    ("docs/environments.md", "json"): 2,  # `tests/unit/agents_env/test_commands.py`, and the next one
+    ("docs/environments.md", "python"): 1,
     ("docs/publishing.md", "python"): 8,  # test_docs_publishing.py, and the next one
     ("docs/publishing.md", "sh"): 1,
     ("docs/quick-start.md", "sh"): 2,
