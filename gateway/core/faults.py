@@ -61,17 +61,19 @@ def soonest_s(faults: Iterable[Faults], now: float) -> float:
 
 @dataclass(slots=True)
 class Cuts:
-    """Of one turn. `engines`: those of the cuts since its last token, in order."""
+    """Of one turn. `engines`: those that failed it since its last token, in order."""
 
     num: int = 0
     at: int = -1
     engines: list[EngineName] = field(default_factory=list)
 
-    def add(self, engine: EngineName, num_tokens: int) -> str:
-        """Notes a cut after so many tokens. Returns why the turn is lost; empty: it goes on."""
+    def add(self, engine: EngineName, num_tokens: int, *, full: bool = False) -> str:
+        """Notes a cut after so many tokens; `full`: the engine had no room. Returns why the turn is lost; empty: it
+        goes on."""
         if num_tokens != self.at:
             self.at, self.engines = num_tokens, []
-        self.engines.append(engine)
+        if not full:
+            self.engines.append(engine)
         self.num += 1
         if len(self.engines) >= CUTS_IN_PLACE_MAX:
             where = ", ".join(sorted(set(self.engines)))

@@ -25,7 +25,9 @@ from protos.errors import LaminarError
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A token id of an engine; any other number ends its stream where it is read."""
 
-CutReason = Literal["refused", "reset", "early_end", "abort", "server_error", "stalled", "protocol", "version"]
+CutReason = Literal[
+    "refused", "reset", "early_end", "abort", "no_room", "server_error", "stalled", "protocol", "version"
+]
 
 
 class StreamCut(LaminarError):
@@ -65,7 +67,7 @@ class SnapshotRefused(EngineFailed):
 
 
 class RequestRefused(LaminarError):
-    """The engine refused the request itself (HTTP 4xx): no other engine would take it, and none is tried."""
+    """The engine refused the request itself (HTTP 400, 422): no other engine would take it, and none is tried."""
 
     code = "request_refused"
     http_status = 400

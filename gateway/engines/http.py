@@ -19,6 +19,7 @@ import yarl
 from gateway.engines.base import (
     CONTROL_TIMEOUT_S,
     AdapterContext,
+    CutReason,
     EngineFailed,
     PassedAnswer,
     RequestRefused,
@@ -108,9 +109,9 @@ class EngineHttp:
             async with self._wire.post(path, msgspec.json.encode(body), traceparent) as events:
                 yield events
         except Refused as e:
-            if refuses(e.status):
+            if (reason := cut_reason(e.status)) is None:
                 raise RequestRefused(f"{self.url} refused the request: {reason_in(e.text)}") from e
-            raise StreamCut("server_error", f"{self.url} answered {e.status}: {reason_in(e.text)}") from e
+            raise StreamCut(reason, f"{self.url} answered {e.status}: {reason_in(e.text)}") from e
 
     async def pass_on(self, path: str, body: bytes, *, stall_timeout_s: float) -> PassedAnswer:
         """POSTs a client's own body; the response is unchanged, whatever its status. Raises StreamCut."""
@@ -248,9 +249,15 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
     return b"".join(parts)
 
 
-def refuses(status: int) -> bool:
-    """Whether no other engine would accept the request either."""
-    return 400 <= status < 500 and status not in (408, 429)
+def cut_reason(status: int) -> CutReason | None:
+    """Why a turn is cut that an engine answers with this error. None: no other engine would accept the request either.
+
+    An engine that sheds load (SGLang: 503 when its queue is full) has no room: no fault. One to which the gateway may
+    not speak, or that lacks the route or the model, was set up wrongly: whatever the request, it fails there.
+    """
+    if status in (408, 429, 503):
+        return "no_room"
+    return None if 400 <= status < 500 and status not in (401, 403, 404) else "server_error"
 
 
 def _outline(error: Exception, timeout_s: float) -> str:

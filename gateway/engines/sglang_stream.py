@@ -19,7 +19,7 @@ import msgspec
 from gateway.core.parameters import sent
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import CutReason, EngineChunk, NoLogprob, RequestRefused, StreamCut, TokenId
-from gateway.engines.http import one_line, refuses
+from gateway.engines.http import cut_reason, one_line
 from protos.errors import LaminarError
 
 Logprob = tuple[float | None, TokenId, str | None]
@@ -171,10 +171,11 @@ class Reader:
 
     def _failure(self, status: object, message: object, reason: CutReason) -> LaminarError:
         said = one_line(str(message))
-        if isinstance(status, int) and refuses(status):
-            return RequestRefused(f"{self._url} refused the request: {said}")
-        serious = isinstance(status, int) and status >= 500
-        return StreamCut("server_error" if serious else reason, f"{self._url}: {said}")
+        if isinstance(status, int):
+            if (found := cut_reason(status)) is None:
+                return RequestRefused(f"{self._url} refused the request: {said}")
+            reason = found
+        return StreamCut(reason, f"{self._url}: {said}")
 
 
 def _versions(meta: _Meta) -> tuple[str, ...]:

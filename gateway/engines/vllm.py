@@ -29,7 +29,7 @@ from gateway.engines.base import (
     TokenId,
     count,
 )
-from gateway.engines.http import HttpAdapter, refuses
+from gateway.engines.http import HttpAdapter, cut_reason
 from gateway.engines.streams import EventChunks
 from protos.decoding import decode_json
 
@@ -305,9 +305,10 @@ class Reader:
 
 def _error(error: _Error, url: str) -> StreamCut | RequestRefused:
     """vLLM sends status 200 before it checks a stream's prompt, and then an event in place of an error status."""
-    if isinstance(error.code, int) and refuses(error.code):
+    reason = cut_reason(error.code) if isinstance(error.code, int) else "server_error"
+    if reason is None:
         return RequestRefused(f"{url} refused the request: {error.message}")
-    return StreamCut("server_error", f"{url}: {error.message}")
+    return StreamCut(reason, f"{url}: {error.message}")
 
 
 def _top_logprobs(choice: _Choice) -> tuple[tuple[TopLogprob, ...], ...] | None:

@@ -48,7 +48,7 @@ ELSEWHERE_MAX = 64  # engines that are not in the fleet, of which the status has
 TICK_S = 0.5
 """How late the expiry of an age or of a hold may be noticed."""
 FAULTS: frozenset[CutReason] = frozenset({"protocol", "server_error", "early_end"})
-"""Cuts for which an engine is to blame, and neither its end nor a pause."""
+"""Cuts for which an engine is to blame, and neither its end, nor a pause, nor that it is full."""
 
 
 @dataclass(frozen=True, slots=True)

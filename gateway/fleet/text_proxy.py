@@ -27,7 +27,7 @@ from typing import Protocol
 from gateway.core.text_requests import BYTES_PER_TOKEN, TEXT_ROUTES, TRIES_MAX, TextApi, TextDemand
 from gateway.core.types import EngineName, TurnId, Version
 from gateway.engines.base import PassedAnswer, StreamCut
-from gateway.engines.http import ERROR_SHOWN, refuses
+from gateway.engines.http import ERROR_SHOWN, cut_reason
 from gateway.fleet.fleet import Fleet
 from protos.errors import Unavailable
 
@@ -174,8 +174,8 @@ class TextProxy:
             first = await (answer.some() if streamed and status == 200 else _whole(answer))
             if streamed and status == 200 and not first:
                 raise StreamCut("early_end", f"engine {engine} ended the stream before its first byte")
-            if status >= 400 and not refuses(status):
-                raise StreamCut("server_error", f"{state.url} answered {status}: {_shown(first)}")
+            if status >= 400 and (reason := cut_reason(status)) is not None:
+                raise StreamCut(reason, f"{state.url} answered {status}: {_shown(first)}")
         except StreamCut as cut:
             self._note_cut(forwarded, demand.turn_id, cut)
             raise

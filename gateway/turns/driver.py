@@ -170,7 +170,8 @@ class Driver:
                 placement = await self._go_on(departed.departure)
             except StreamCut as cut:
                 self.over()
-                cause, why = "cut", cuts.add(placement.engine, len(self._record.token_ids))
+                full, cause = cut.reason == "no_room", "cut"
+                why = cuts.add(placement.engine, len(self._record.token_ids), full=full)
                 self._note_cut(placement.engine, cut)
                 if not self._transcript.complete:
                     if (known := tied_by(self._request.sampling)) and self._record.token_ids:

@@ -56,4 +56,7 @@ def test_a_turn_is_lost_where_it_does_not_get_on_or_is_cut_too_often() -> None:
     assert found[:-1] == [""] * (CUTS_IN_PLACE_MAX - 2)
     assert found[-1] == f"it failed {CUTS_IN_PLACE_MAX} times in a row after 5 tokens, on e0, e1"
     cuts = Cuts()
+    full = [bool(cuts.add(EngineName("e0"), 0, full=True)) for _ in range(CUTS_MAX)]
+    assert full == [False] * (CUTS_MAX - 1) + [True], "where it waits for room, no engine failed it"
+    cuts = Cuts()
     assert [bool(cuts.add(EngineName("e0"), at)) for at in range(CUTS_MAX)] == [False] * (CUTS_MAX - 1) + [True]

@@ -126,10 +126,11 @@ BAD = {"type": "abort", "message": "too long", "status_code": 400}
         ([event(0, 0, BAD)], [], "refused"),
         ([event(0, 1, BAD, output_token_logprobs=[])], [], "refused"),
         ([event(0, 2), event(2, 3, BAD, output_token_logprobs=[])], IDS[:2], "refused"),
-        ([event(0, 1, {**BAD, "status_code": 503}, output_token_logprobs=[])], [], "server_error"),
+        ([event(0, 1, {**BAD, "status_code": 503}, output_token_logprobs=[])], [], "no_room"),
         ([event(0, 1, ABORT, output_token_logprobs=[])], [], "abort"),
-        ([event(0, 2, {"type": "abort", "message": "queue", "status_code": 429})], IDS[:2], "abort"),
-        ([b'{"error": {"message": "full", "code": 503}}'], [], "server_error"),
+        ([event(0, 2, {"type": "abort", "message": "queue", "status_code": 429})], IDS[:2], "no_room"),
+        ([b'{"error": {"message": "full", "code": 503}}'], [], "no_room"),
+        ([b'{"error": {"message": "who are you", "code": 401}}'], [], "server_error"),
     ],
 )
 async def test_a_stream_that_ends_in_another_way(events: list[Any], told: list[int], error: str) -> None:

@@ -21,7 +21,7 @@ from gateway.engines.base import (
     RequestRefused,
     StreamCut,
 )
-from gateway.engines.http import reason_in
+from gateway.engines.http import cut_reason, reason_in
 from gateway.engines.kinds import connect
 from gateway.engines.vllm import Reader, VllmEngine
 from gateway.fleet import refresh
@@ -50,7 +50,7 @@ REASONS: dict[CutKind, str] = {
     "abort": "abort",
     "error_event": "server_error",
     "500": "server_error",
-    "503": "server_error",
+    "503": "no_room",
     "hang": "stalled",
     "silent": "stalled",
     "malformed": "protocol",
@@ -170,6 +170,17 @@ def test_what_a_server_says_is_told_without_its_wrapping(body: str, reason: str)
     assert reason_in(body) == reason
 
 
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(s, None) for s in (400, 405, 409, 413, 415, 422, 499)]
+    + [(s, "no_room") for s in (408, 429, 503)]
+    + [(s, "server_error") for s in (302, 401, 403, 404, 500, 501, 502, 504)],
+)
+def test_whom_a_status_blames(status: int, reason: str | None) -> None:
+    """Its client (None), nobody while the engine has no room, or the engine: its fault, or how it was set up."""
+    assert cut_reason(status) == reason
+
+
 async def test_a_4xx_is_the_requests_fault() -> None:
     async with ScriptedEngine(cuts=deque([Cut("400")])) as e0, adapter(e0) as found:
         with pytest.raises(RequestRefused, match=r"127\.0\.0\.1:\d+ refused the request: .*scripted to answer 400"):
@@ -182,9 +193,10 @@ async def test_a_refusal_that_comes_as_an_event_is_the_requests_fault_too() -> N
 
     with pytest.raises(RequestRefused, match="out of vocabulary"):
         Reader("http://e0", top=False).chunk(event(400)[6:])
-    for code in (408, 429, 500):
-        with pytest.raises(StreamCut, match="out of vocabulary"):
+    for code, reason in ((408, "no_room"), (404, "server_error"), (500, "server_error")):
+        with pytest.raises(StreamCut, match="out of vocabulary") as cut:
             Reader("http://e0", top=False).chunk(event(code)[6:])
+        assert cut.value.reason == reason
 
 
 async def test_leaving_a_stream_early_aborts_it_upstream() -> None:

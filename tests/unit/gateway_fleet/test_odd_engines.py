@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from gateway.app import Gateway
 from gateway.core import faults
@@ -25,6 +27,7 @@ from gateway.fleet.handle import EngineHandle
 from gateway.fleet.watcher import EngineWatcher
 from gateway.operate.status_view import warnings_of
 from gateway.runtime import supervisor
+from gateway.turns import driver
 from paramserver.client import Lease, RelayClient
 from protos.errors import TurnLost
 from tests.support.fake_relay import relay
@@ -267,8 +270,44 @@ NONSENSE: dict[str, Callable[[ScriptedEngine], None]] = {
     "no numbers": lambda odd: setattr(odd, "_event", lambda *_: NAN),
     "broken events": lambda odd: setattr(odd, "always", Cut("malformed", 2)),
     "an error for each": lambda odd: setattr(odd, "always", Cut("500")),
+    "nobody may ask it": lambda odd: setattr(odd, "_refused", statuses([401, 403])),
+    "no such route": lambda odd: setattr(odd, "_refused", statuses([404])),
 }
 NAN = b'data: {"choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [null]}}]}\n\n'
+
+
+def statuses(answers: Iterable[int]) -> Callable[[Cut | None], Awaitable[web.Response | None]]:
+    """In place of a scripted engine's `_refused`: these statuses in turn, for ever; 200: it answers the request."""
+    turns = itertools.cycle(answers)
+
+    async def refused(_: Cut | None) -> web.Response | None:
+        status = next(turns)
+        return None if status == 200 else web.json_response({"error": {"message": "not now"}}, status=status)
+
+    return refused
+
+
+@pytest.mark.parametrize("status", [408, 429, 503])
+async def test_an_engine_without_room_is_asked_again_and_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """More often in a row than a turn may fail, and on more turns than take an engine out."""
+    monkeypatch.setattr(driver, "CUT_BACKOFF_S", 0.001)
+    times = faults.CUTS_MAX - 1
+    async with ScriptedEngine("e0") as e0, shell(tmp_path, e0) as found:
+        monkeypatch.setattr(e0, "_refused", statuses([*[status] * times, 200]))
+        for _ in range(faults.FAULTS_MAX + 1):
+            run = found.run()
+            check_whole(run, await read(run))
+        assert len(e0.requests) == (faults.FAULTS_MAX + 1) * faults.CUTS_MAX
+        state = found.fleet.state.engines[EngineName("e0")]
+        assert (state.suspicion, state.faults) == ("", faults.Faults())
+        assert set(found.sessions.counters.cuts_by_reason) == {"no_room"}
+        monkeypatch.setattr(e0, "_refused", statuses([status]))
+        with pytest.raises(TurnLost, match=f"its stream was cut 20 times; the last: .*answered {status}: not now"):
+            await read(found.run())
+        assert state.faults == faults.Faults()
+        check_at_rest(found)
 
 
 @pytest.mark.parametrize("how", NONSENSE)
@@ -291,7 +330,8 @@ async def test_an_engine_that_fails_turn_after_turn_gets_none_until_it_behaves(
         assert len(said) == 1
         monkeypatch.undo()
         odd.always, odd.generate = None, None
-        odd.__dict__.pop("_event", None)
+        for name in ("_event", "_refused"):
+            odd.__dict__.pop(name, None)
         state.faults.until = 0.0  # time has passed
         await until(lambda: not state.suspected, "its return")
         assert (await check_serves(found, http))["e0"]["state"] == "serving"

@@ -237,13 +237,17 @@ async def test_a_request_that_breaks_engines_does_not_break_them_all(tmp_path: P
         assert sorted(asked_of(*engines)) == [0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("ends_well", [False, True], ids=["each fails", "some end well"])
+@pytest.mark.parametrize(
+    ("does", "serves_on"),
+    [([Cut("500")], False), ([Cut("500"), None], True), ([Cut("503")], True)],
+    ids=["each fails", "some end well", "it has no room"],
+)
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_engine_that_fails_request_after_request_gets_none_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_well: bool, streamed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: list[Cut | None], serves_on: bool, streamed: bool
 ) -> None:
     monkeypatch.setattr(faults, "OUT_S", 3600.0)
-    cuts = itertools.cycle([Cut("500"), None] if ends_well else [Cut("500")])
+    cuts = itertools.cycle(does)
     e0, e1 = TextEngine("e0", draw=lambda: next(cuts)), TextEngine("e1")
     async with e0, e1, gateway(tmp_path, e0, e1) as (found, http):
         state = found.fleet.state.engines[EngineName("e0")]
@@ -251,8 +255,8 @@ async def test_an_engine_that_fails_request_after_request_gets_none_for_a_while(
             assert (await ask(http, chat(stream=streamed))).status == 200
         for _ in range(8):
             assert (await ask(http, chat(stream=streamed))).status == 200
-        assert ("scripted to answer 500" in state.suspicion) is not ends_well
-        assert (len(e0.texts) > faults.FAULTS_MAX) is ends_well
+        assert ("scripted to answer 500" in state.suspicion) is not serves_on
+        assert (len(e0.texts) > faults.FAULTS_MAX) is serves_on
 
 
 async def test_a_stream_that_breaks_off_says_so_and_is_not_asked_for_again(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ REASONS: dict[CutKind, str] = {
     "repeat": "protocol",
     "shorten": "protocol",
 }
-BEFORE_THE_STREAM: dict[CutKind, str] = {"500": "server_error", "503": "server_error", "silent": "stalled"}
+BEFORE_THE_STREAM: dict[CutKind, str] = {"500": "server_error", "503": "no_room", "silent": "stalled"}
 CUTS = [(k, r, 5) for k, r in REASONS.items()] + [(k, r, 0) for k, r in (REASONS | BEFORE_THE_STREAM).items()]
 CUTS.remove(("repeat", "protocol", 0))  # there is nothing to repeat
 
