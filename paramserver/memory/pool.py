@@ -263,8 +263,8 @@ class Pool:
     def preallocate(self) -> None:
         """Allocates and touches the whole pool. Raises OutOfCapacity when the file system has less."""
         found = os.statvfs(self.directory)
-        used_bytes = self._used_bytes()
-        new_bytes, room_bytes = self.pool_bytes - used_bytes, found.f_bavail * found.f_frsize + used_bytes
+        here_bytes = self._allocated_bytes  # versions of an earlier life, and the memory of those that were damaged
+        new_bytes, room_bytes = self.pool_bytes - here_bytes, found.f_bavail * found.f_frsize + here_bytes
         if self.pool_bytes > room_bytes:  # refused before other processes lose their memory to the try
             wanted, room = show_apart(self.pool_bytes, room_bytes)
             raise OutOfCapacity(
@@ -287,17 +287,25 @@ class Pool:
         log.info("pool of %s ready in %s (%s cold)", show_bytes(self.pool_bytes), self.directory, show_bytes(cold))
 
     def adopt(self, paths: Sequence[Path]) -> list[PoolFile]:
-        """Takes over files of an earlier life, as they are. OutOfCapacity when the pool is smaller now."""
-        with self._mutex:
-            files = _found_again(paths)
-            size_bytes = sum(file.size_bytes for file in files)
-            if size_bytes > self._available_bytes():
-                for file in files:
-                    file.destroy()
-                wanted, available = show_apart(size_bytes, self._available_bytes())
-                raise OutOfCapacity(f"{wanted} wanted, {available} left of --pool-bytes")
-            self._used.update(files)
-            self._allocated_bytes += sum(file.size_bytes for file in files)
+        """Takes over files of an earlier life, as they are. OutOfCapacity when the pool is smaller now.
+
+        Free files, those of versions that turned out damaged, make way.
+        """
+        with self._shaping:
+            with self._mutex:
+                files = _found_again(paths)
+                size_bytes = sum(file.size_bytes for file in files)
+                if size_bytes > self._available_bytes():
+                    for file in files:
+                        file.destroy()
+                    wanted, available = show_apart(size_bytes, self._available_bytes())
+                    raise OutOfCapacity(f"{wanted} wanted, {available} left of --pool-bytes")
+                self._used.update(files)
+                self._allocated_bytes += size_bytes
+                going: list[PoolFile] = []
+                while self._allocated_bytes - sum(file.size_bytes for file in going) > self.pool_bytes:
+                    going.append(self._free.pop())
+            self._give_up(going)
             return files
 
     # ---- taking memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -301,9 +303,24 @@ def test_a_version_that_is_still_on_its_way_out_is_not_opened_again(store: Store
     store.publish(old, sealed(old))
     with pytest.raises(OutOfCapacity, match="another version 1 of policy is still on its way out"):
         store.open(manifest(1, 10_000))
-    store.remove(old, "retention")
+    with old.reading():
+        removing = threading.Thread(target=store.remove, args=(old, "retention"))
+        removing.start()
+        wait_closed(old)
+        with pytest.raises(OutOfCapacity, match="another version 1 of policy is still on its way out"):
+            store.open(manifest(1, 10_000))
+    removing.join(60.0)
     new = store.open(manifest(1, 10_000))
     assert store.get("policy", 1) is new
+
+
+def wait_closed(snapshot: Snapshot) -> None:
+    deadline = time.monotonic() + 60.0
+    with contextlib.suppress(NotFound):
+        while time.monotonic() < deadline:
+            snapshot.check_open()
+            threading.Event().wait(0.005)
+        raise AssertionError("its removal did not begin")
 
 
 def test_a_snapshot_appears_under_its_path_only_when_published(store: Store) -> None:
@@ -665,3 +682,41 @@ def test_a_smaller_pool_keeps_every_models_newest_and_of_those_the_last_sealed(
         assert [f"{one.manifest.model}{one.manifest.version}" for one in found] == kept
         abandon(smaller)
     assert "version 2 of b, left by an earlier life, is dropped: 1 MiB wanted, 0 B left of --pool-bytes" in caplog.text
+
+
+def allocated(directory: Path) -> int:
+    """Of the files of versions, free ones included; records are small."""
+    files = [path for kind in ("free", "snapshots") for path in (directory / "pool" / kind).rglob("*")]
+    return sum(path.stat().st_blocks * 512 for path in files if path.is_file())
+
+
+@pytest.mark.parametrize("pool_bytes", [16 * MIB, 8 * MIB], ids=["as before", "smaller"])
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_memory_of_what_turns_out_damaged_is_the_pools_and_no_more_than_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, pool_bytes: int, is_mapped: bool
+) -> None:
+    store = Store(Pool(directory / "pool", 16 * MIB))
+    for version in (1, 2, 3):
+        snapshot = store.open(manifest(version, 4 * MIB))
+        fill(snapshot)
+        store.publish(snapshot, sealed(snapshot))
+    abandon(store.pool)
+    left = stored.find(directory / "pool")
+    damaged = left[0].files[0]
+    with damaged.open("r+b") as file:
+        file.seek(MIB)
+        file.write(b"damage")
+    pool = Pool(directory / "pool", pool_bytes, keep=[path for one in left for path in one.paths])
+    with damaged.open("rb") as file:
+        reader = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if is_mapped else None
+    found = find_again(Store(pool, left), left, Notices())
+    assert len(found) == (1 if is_mapped and pool_bytes == 8 * MIB else 2)
+    free_bytes = pool_bytes - allocated(directory)  # a file system made for this pool
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_bytes, f_frsize=1))
+    pool.preallocate()
+    statistics = pool.statistics()
+    assert statistics.quarantined_bytes == (4 * MIB if is_mapped else 0)
+    assert allocated(directory) <= pool_bytes
+    if reader is not None:
+        reader.close()
+    pool.close()
