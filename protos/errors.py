@@ -86,6 +86,7 @@ class Misdirected(LaminarError):
     code = "misdirected"
     http_status = 421
     grpc_status = "FAILED_PRECONDITION"
+    url_header: ClassVar[str] = "X-Laminar-Gateway"
 
     def __init__(self, message: str, *, hint: str = "", url: str = "") -> None:
         super().__init__(message, hint=hint)

@@ -24,7 +24,16 @@ import msgspec
 import numpy as np
 
 from protos.decoding import decode_json
-from protos.errors import BY_CODE, Conflict, InvalidRequest, LaminarError, OutOfCapacity, Unavailable, VersionUnknown
+from protos.errors import (
+    BY_CODE,
+    Conflict,
+    InvalidRequest,
+    LaminarError,
+    Misdirected,
+    OutOfCapacity,
+    Unavailable,
+    VersionUnknown,
+)
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +82,9 @@ class Retry:
     def __init__(self, presence: Presence, patience_s: float) -> None:
         self.failed = False
         """A try has failed: what came of it is in doubt."""
-        self._presence, self._patience_s = presence, patience_s
+        self.presence = presence
+        """Of the gateway that the next try goes to."""
+        self._patience_s = patience_s
         self._deadline = time.monotonic() + patience_s
         self._pause_s = RETRY_FIRST_S
 
@@ -84,7 +95,7 @@ class Retry:
             raise error
         if isinstance(error, Unavailable):
             self.failed = True
-            self._presence.away(error, self._patience_s)
+            self.presence.away(error, self._patience_s)
         self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
         return wait_s
 
@@ -311,6 +322,8 @@ def error_of(answer: httpx.Response, url: str) -> LaminarError:
     kind = BY_CODE.get(body.code or "", LaminarError)
     if issubclass(kind, OutOfCapacity):
         return kind(body.message, retry_after_s=_seconds(answer.headers.get("Retry-After", "")))
+    if issubclass(kind, Misdirected):
+        return kind(body.message, url=answer.headers.get(kind.url_header, ""))
     return kind(body.message)
 
 

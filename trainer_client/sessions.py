@@ -8,8 +8,10 @@ Invariants:
 - a session whose block ends is finished or abandoned: an exception abandons it, and so does an end without `finish`;
 - a request is sent again while the gateway is away or has no room, for `patience_s`; one that it refuses is not. So a
   session outlives the restart of a gateway with `--data`, its model calls included;
-- a request that was carried out, and whose answer was lost, has no second effect: the session is named here, and the
-  gateway answers a repeated finish or abandon as the first one;
+- a request that was carried out, and whose answer was lost, has no second effect: the gateway answers a repeated finish
+  or abandon as the first one, and a session whose name was drawn here is abandoned and opened anew. For a name that the
+  caller chose nothing proves whose the session is: the Conflict is raised, and the session left alone;
+- the calls of a session go to the gateway that has it: where its `base_url` leads, and once where a 421 says;
 - what is sent, and when again, is written once, as generators of steps (`_Gateway`): the two clients carry steps out.
 """
 
@@ -32,7 +34,7 @@ import msgspec
 
 from protos.access.bearer import bearer
 from protos.decoding import decode_json
-from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable
+from protos.errors import Conflict, InvalidRequest, LaminarError, Misdirected, NotFound, OutOfCapacity, Unavailable
 from trainer_client.gateway_http import WRONG_SERVER, Presence, Retry, error_of, named_errors, request
 from trainer_client.rewards import number
 
@@ -82,9 +84,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Send this and go on with the answer, or with the LaminarError that it becomes."""
+    """Send this and go on with the answer, or with the LaminarError that it becomes. `gateway`: its URL."""
 
-    url: str
+    gateway: str
+    path: str
     body: Mapping[str, Any]
 
 
@@ -106,56 +109,70 @@ class Made:
     base_url: str
     api_key: str
 
+    @property
+    def gateway(self) -> str:
+        """The URL of the gateway that has it."""
+        return self.base_url.rpartition("/sessions/")[0]
+
+    @property
+    def path(self) -> str:
+        return f"/sessions/{quote(self.session_id, safe='')}"
+
 
 class _Gateway:
-    """What is sent to one gateway, and sent again."""
+    """What is sent to a gateway, and sent again; where several share a Redis, to the one that has the session, too."""
 
     def __init__(self, gateway: str, model: str, patience_s: float, api_key: str | None) -> None:
         self.url = gateway.rstrip("/").removesuffix("/v1")
         self.model = model
         self.credentials = bearer(api_key)
         self._patience_s = patience_s
-        self._presence = Presence(self.url)
+        self._presences: dict[str, Presence] = {}
+        """By the URL of a gateway: no more than share a Redis."""
 
-    def posted(self, url: str, body: Mapping[str, Any]) -> Steps[Any]:
-        return self._sent(url, body, Retry(self._presence, self._patience_s))
+    def posted(self, gateway: str, path: str, body: Mapping[str, Any]) -> Steps[Any]:
+        return self._sent(gateway, path, body, self._retry(gateway, self._patience_s))
 
     def opened(self, fields: Mapping[str, Any]) -> Steps[Made]:
-        name = str(fields.get("session_id") or _new_name())
-        retry = Retry(self._presence, self._patience_s)
+        chosen = fields.get("session_id")
+        name = str(chosen or _new_name())
+        retry = self._retry(self.url, self._patience_s)
         try:
-            made = yield from self._sent(f"{self.url}/sessions", {**fields, "session_id": name}, retry)
-        except Conflict:
+            made = yield from self._sent(self.url, "/sessions", {**fields, "session_id": name}, retry)
+        except Conflict as error:
             if not retry.failed:
                 raise
-            # An earlier try made it, and its answer was lost.
-            if not self.credentials:
-                return Made(name, f"{self._of(name)}/v1", "unused")
-            # The session's key, which its agent needs, was lost with the answer: another session.
-            yield from self.abandoned(name, "its key was lost on the way")
-            made = yield from self.posted(f"{self.url}/sessions", {**fields, "session_id": _new_name()})
+            if chosen:
+                raise Conflict(
+                    error.message,
+                    hint="an earlier try of this request was not answered and may have made it: look at it with "
+                    f"GET /sessions/{name}, and abandon it if it is yours",
+                ) from error
+            # An earlier try made it: who else has its name? Its key, which its agent needs, was lost with the answer.
+            lost = Made(name, f"{self.url}/sessions/{name}/v1", "")
+            yield from self.abandoned(lost, "the answer to its creation was lost")
+            made = yield from self.posted(self.url, "/sessions", {**fields, "session_id": _new_name()})
         return _made(made)
 
     def opened_group(self, size: int, fields: Mapping[str, Any]) -> Steps[tuple[str, list[Made]]]:
-        made = yield from self.posted(f"{self.url}/groups", {"group_size": size, **fields})
+        made = yield from self.posted(self.url, "/groups", {"group_size": size, **fields})
         return made["group_id"], [_made(member) for member in made["sessions"]]
 
-    def finished(self, session_id: str, outcome: Outcome, giver: str) -> Steps[None]:
-        yield from self.posted(f"{self._of(session_id)}/finish", outcome.body(giver))
+    def finished(self, session: Made, outcome: Outcome, giver: str) -> Steps[None]:
+        yield from self.posted(session.gateway, f"{session.path}/finish", outcome.body(giver))
 
-    def abandoned(self, session_id: str, reason: str) -> Steps[Made | None]:
+    def abandoned(self, session: Made, reason: str) -> Steps[Made | None]:
         """The session that takes its place in its group, if one does."""
-        body, retry = {"reason": reason[:REASON_CHARS]}, Retry(self._presence, ABANDON_PATIENCE_S)
         try:
-            answer = yield from self._sent(f"{self._of(session_id)}/abandon", body, retry, stops=False)
+            answer = yield from self._given_up(session.gateway, session.path, reason)
         except (NotFound, Conflict) as error:
-            log.debug("session %s has ended: %s", session_id, error)
+            log.debug("session %s has ended: %s", session.session_id, error)
             return None
-        except (Unavailable, OutOfCapacity, Stopped) as error:
+        except (Unavailable, OutOfCapacity, Stopped, Misdirected) as error:
             log.warning(
                 "session %s could not be abandoned, and stays live until it was idle for the gateway's "
                 "--session-idle-s: %s",
-                session_id,
+                session.session_id,
                 error.message,
             )
             return None
@@ -163,29 +180,44 @@ class _Gateway:
         return None if replacement is None else _made(replacement)
 
     def abandoned_group(self, group_id: str, reason: str) -> Steps[None]:
-        url = f"{self.url}/groups/{quote(group_id, safe='')}/abandon"
         try:
-            yield from self._sent(url, {"reason": reason}, Retry(self._presence, ABANDON_PATIENCE_S), stops=False)
+            yield from self._given_up(self.url, f"/groups/{quote(group_id, safe='')}", reason)
         except LaminarError as error:
             log.warning("group %s could not be abandoned: %s", group_id, error)
 
-    def _sent(self, url: str, body: Mapping[str, Any], retry: Retry, *, stops: bool = True) -> Steps[Any]:
+    def _given_up(self, gateway: str, path: str, reason: str) -> Steps[Any]:
+        body, retry = {"reason": reason[:REASON_CHARS]}, self._retry(gateway, ABANDON_PATIENCE_S)
+        return self._sent(gateway, f"{path}/abandon", body, retry, stops=False)
+
+    def _sent(
+        self, gateway: str, path: str, body: Mapping[str, Any], retry: Retry, *, stops: bool = True
+    ) -> Steps[Any]:
         """`stops`: a stopped client does not even try."""
+        misdirected = False
         while True:
             if stops:
                 yield Pause(0.0)
             try:
-                answer = yield Post(url, body)
+                answer = yield Post(gateway, path, body)
+            except Misdirected as error:
+                if misdirected or not error.url:
+                    raise
+                misdirected, gateway = True, error.url
+                retry.presence = self._presence(gateway)
+                continue
             except (Unavailable, OutOfCapacity) as error:
                 pause_s = retry.pause_s(error)
-                log.debug("%s is sent again in %.1f s: %s", url, pause_s, error)
+                log.debug("%s%s is sent again in %.1f s: %s", gateway, path, pause_s, error)
             else:
-                self._presence.answered()
+                retry.presence.answered()
                 return answer
             yield Pause(pause_s)
 
-    def _of(self, session_id: str) -> str:
-        return f"{self.url}/sessions/{quote(session_id, safe='')}"
+    def _retry(self, gateway: str, patience_s: float) -> Retry:
+        return Retry(self._presence(gateway), patience_s)
+
+    def _presence(self, gateway: str) -> Presence:
+        return self._presences.setdefault(gateway, Presence(gateway))
 
 
 def _made(answer: Mapping[str, Any]) -> Made:
@@ -200,6 +232,8 @@ def _decoded(answer: bytes, url: str) -> dict[str, Any]:
 
 
 def _new_name() -> str:
+    """Drawn here and not by the gateway, also where that costs a call of a shared Redis: a session whose answer was
+    lost can be abandoned by its name, and does not stay live beside the one that is opened in its place."""
     return f"s-{secrets.token_hex(8)}"
 
 
@@ -230,6 +264,7 @@ class _Session:
     finished or abandoned here."""
 
     def __init__(self, made: Made) -> None:
+        self.made = made
         self.session_id, self.base_url, self.api_key = made.session_id, made.base_url, made.api_key
         self.ended = False
 
@@ -298,7 +333,7 @@ class Session(_Session):
             self.abandon(self.reason(error))
 
     def _call(self, route: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        answer = self.client.post(f"{self.base_url}/{route}", {"model": self.client.model, **self.sampling, **body})
+        answer = self.client.post(self.made, f"/v1/{route}", {"model": self.client.model, **self.sampling, **body})
         choice: Mapping[str, Any] = answer["choices"][0]
         return choice
 
@@ -354,22 +389,22 @@ class Sessions:
 
     def finish(self, session: Session, outcome: Outcome, giver: str) -> None:
         """As `Session.finish`; `giver` is the name of who gave the outcome, for errors."""
-        self._carry_out(self._gateway.finished(session.session_id, outcome, giver))
+        self._carry_out(self._gateway.finished(session.made, outcome, giver))
         session.ended = True
 
     def abandon(self, session: Session, reason: str) -> Session | None:
         """Ends a session without a trajectory. Returns the one that takes its place in its group, if one does."""
         session.ended = True
-        made = self._carry_out(self._gateway.abandoned(session.session_id, reason))
+        made = self._carry_out(self._gateway.abandoned(session.made, reason))
         return None if made is None else Session(made, self, session.sampling)
 
     def abandon_group(self, group_id: str, reason: str) -> None:
         """Ends a group and its sessions; one that is not there any more is left alone."""
         self._carry_out(self._gateway.abandoned_group(group_id, reason))
 
-    def post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer, after as many tries as it takes within `patience_s`. Raises LaminarError."""
-        answer: dict[str, Any] = self._carry_out(self._gateway.posted(url, body))
+    def post(self, session: Made, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a session's call, after as many tries as it takes within `patience_s`. Raises LaminarError."""
+        answer: dict[str, Any] = self._carry_out(self._gateway.posted(session.gateway, session.path + path, body))
         return answer
 
     def _carry_out(self, steps: Steps[T]) -> T:
@@ -391,11 +426,11 @@ class Sessions:
             if self.stop.wait(step.seconds):
                 raise Stopped("the request was not sent", hint="the client is being stopped")
             return None
-        with named_errors(self._http, self.url):
-            answer = self._http.post(step.url, json=step.body)
+        with named_errors(self._http, step.gateway):
+            answer = self._http.post(step.gateway + step.path, json=step.body)
         if answer.is_error:
-            raise error_of(answer, self.url)
-        return _decoded(answer.content, self.url)
+            raise error_of(answer, step.gateway)
+        return _decoded(answer.content, step.gateway)
 
 
 class AsyncSession(_Session):
@@ -416,13 +451,13 @@ class AsyncSession(_Session):
     ) -> None:
         """See `Session.finish`."""
         outcome = Outcome(reward, metrics or {}, status)
-        await self._client.carry_out(self._client.gateway.finished(self.session_id, outcome, self._giver))
+        await self._client.carry_out(self._client.gateway.finished(self.made, outcome, self._giver))
         self.ended = True
 
     async def abandon(self, reason: str) -> None:
         """Ends the session without a trajectory."""
         self.ended = True
-        await self._client.carry_out(self._client.gateway.abandoned(self.session_id, reason))
+        await self._client.carry_out(self._client.gateway.abandoned(self.made, reason))
 
 
 class AsyncSessions:
@@ -490,7 +525,6 @@ class AsyncSessions:
         if isinstance(step, Pause):
             await asyncio.sleep(step.seconds)
             return None
-        path = step.url.removeprefix(self.gateway.url)
         body = msgspec.json.encode(step.body)
-        answer = await request(self._http, self.gateway.url, path, body=body, timeout_s=self._timeout_s)
-        return _decoded(answer, self.gateway.url)
+        answer = await request(self._http, step.gateway, step.path, body=body, timeout_s=self._timeout_s)
+        return _decoded(answer, step.gateway)

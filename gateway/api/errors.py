@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from protos.errors import (
     InvalidRequest,
     LaminarError,
+    Misdirected,
     NotFound,
     OutOfCapacity,
     TooLarge,
@@ -141,11 +142,13 @@ def _anthropic(status: int, message: str) -> dict[str, Any]:
 
 
 def error_headers(error: LaminarError) -> dict[str, str]:
-    """Whether and when to retry. The official SDKs obey both headers; on their own they would retry any 409."""
+    """Whether, when and where to retry. The official SDKs obey the first two; on their own they would retry any 409."""
     if isinstance(error, OutOfCapacity | VersionUnknown):
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s))), "x-should-retry": "true"}
     if isinstance(error, Unauthenticated):
         return {"WWW-Authenticate": "Bearer", "x-should-retry": "false"}
+    if isinstance(error, Misdirected) and error.url:
+        return {error.url_header: error.url, "x-should-retry": "false"}
     return {"x-should-retry": "true" if error.http_status >= 500 else "false"}
 
 

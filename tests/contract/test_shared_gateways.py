@@ -7,12 +7,14 @@ import contextlib
 import dataclasses
 import shutil
 from collections.abc import AsyncIterator, Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from gateway.app import Gateway, start
 from gateway.fleet import claims, fleet, registrations
@@ -27,6 +29,7 @@ from tests.support.processes import Daemon
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_api.test_status import config, gateway, get
 from tests.unit.gateway_sessions.test_rewards import SAMPLE, post, turn
+from trainer_client import AsyncSessions, Sessions
 
 FORGET = Script("return redis.call('DEL', KEYS[1] .. ':session:' .. ARGV[1])")
 Two = tuple[aiohttp.ClientSession, aiohttp.ClientSession]
@@ -211,3 +214,58 @@ async def test_while_the_redis_is_away_sessions_begin(tmp_path: Path, redis_serv
         await turn(http, "chosen", [5])
         await post(http, "/sessions", {"session_id": "another"})
         await post(http, "/sessions/nobody/finish", {"reward": 1.0}, 404)
+
+
+@contextlib.asynccontextmanager
+async def balancer(two: Two, *, keeps_host: bool) -> AsyncIterator[str]:
+    """Passes each request to the other gateway than the one before. `keeps_host`: a session's `base_url` leads here."""
+    turns = cycle(two)
+
+    async def pass_on(request: web.Request) -> web.Response:
+        headers = {"Content-Type": "application/json", **({"Host": request.host} if keeps_host else {})}
+        http, body = next(turns), await request.read()
+        async with http.request(request.method, request.path_qs, data=body, headers=headers) as answer:
+            found = {name: value for name, value in answer.headers.items() if name.lower().startswith("x-")}
+            return web.Response(
+                status=answer.status, body=await answer.read(), content_type="application/json", headers=found
+            )
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", pass_on)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("keeps_host", [False, True])
+async def test_sessions_of_the_sdk_end_where_they_are(two: Two, keeps_host: bool) -> None:
+    async with balancer(two, keeps_host=keeps_host) as url:
+
+        def play() -> str:
+            with Sessions(url, MODEL) as sessions:
+                with sessions.open(session_id="s0") as session:
+                    session.complete([5], max_tokens=2)
+                    session.finish(1.0)
+                with sessions.open(session_id="s1"):
+                    pass
+                return session.base_url
+
+        assert (await asyncio.to_thread(play)).startswith(url) == keeps_host
+        async with AsyncSessions(url) as sessions:
+            async with sessions.open(session_id="s2") as session:
+                for http in two:  # one answers 421
+                    await http.post("/sessions/s2/v1/completions", json={"model": MODEL, "prompt": [5]})
+                await session.finish(1.0)
+            async with sessions.open(session_id="s3"):
+                pass
+    states = {}
+    for http in two:
+        for name in ("s0", "s1", "s2", "s3"):
+            async with http.get(f"/sessions/{name}") as answer:
+                if answer.status == 200:
+                    states[name] = (await answer.json())["state"]
+    assert states == {"s0": "finished", "s1": "abandoned", "s2": "finished", "s3": "abandoned"}

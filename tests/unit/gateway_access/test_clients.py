@@ -107,11 +107,12 @@ class Loses(Sessions):
     """Loses its next answer if it `loses`."""
 
     loses = False
+    lost: Any = None
 
     def _done(self, step: Post | Pause) -> Any:
         answer = super()._done(step)
         if self.loses and isinstance(step, Post):
-            self.loses = False
+            self.loses, self.lost = False, answer
             raise Unavailable("the answer was lost")
         return answer
 
@@ -128,15 +129,14 @@ async def test_a_trainers_own_sessions_have_keys_for_their_agents(tmp_path: Path
                 with pytest.raises(Conflict, match="mine"):
                     trainer.open(session_id="mine")
                 trainer.loses = True
-                again = trainer.open(sampling=SAMPLING, session_id="lost")
-                return again.session_id, again.api_key
+                again = trainer.open(sampling=SAMPLING)
+                return trainer.lost["session_id"], again.api_key
             finally:
                 trainer.close()
 
-        name, key = await asyncio.to_thread(play)
-        assert name != "lost"
+        lost, key = await asyncio.to_thread(play)
         await client.expect(200, key, "POST", "/v1/completions", CALL)
-        assert (await client.expect(200, "alice", "GET", "/sessions/lost"))["state"] == "abandoned"
+        assert (await client.expect(200, "alice", "GET", f"/sessions/{lost}"))["state"] == "abandoned"
 
 
 # -- the command line

@@ -103,38 +103,75 @@ class Loses(Sessions):
 
     def __init__(self, url: str) -> None:
         super().__init__(url, MODEL)
-        self.lost: set[str] = set()
+        self.lost: dict[str, Any] = {}
 
     def _done(self, step: Post | Pause) -> Any:
         if isinstance(step, Pause):
             return None
         answer = super()._done(step)
-        if step.url not in self.lost and "/v1/" not in step.url:
-            self.lost.add(step.url)
+        if step.path not in self.lost and "/v1/" not in step.path:
+            self.lost[step.path] = answer
             raise Unavailable("the answer was lost")
         return answer
 
 
-async def test_what_was_carried_out_and_not_answered_has_no_second_effect(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
-    def work() -> tuple[int, str, str]:
+async def test_what_was_carried_out_and_not_answered_has_no_second_effect(scene: Scene) -> None:
+    def work() -> tuple[str, str, str]:
         with Loses(scene.url) as sessions:
-            with sessions.open(session_id="s0") as session:
+            with sessions.open(group_id="g") as session:
                 session.complete([5], max_tokens=2)
                 session.finish(1.0)
-            with pytest.raises(Conflict, match="s0"):
-                sessions.open(session_id="s0")  # taken, and no answer was lost
-            dropped = Loses(scene.url)
-            dropped.open(session_id="s1").abandon("no agent")
-            dropped.close()
-            return len(sessions.lost), session.session_id, session.base_url
+            abandoned = sessions.open()
+            abandoned.abandon("no agent")
+            assert len(sessions.lost) == 4, "the open, the finish, and both abandons"
+            return sessions.lost["/sessions"]["session_id"], session.session_id, abandoned.session_id
 
-    lost, name, base_url = await asyncio.to_thread(work)
-    assert (lost, name, base_url) == (2, "s0", f"{scene.url}/sessions/s0/v1")
+    unanswered, played, abandoned = await asyncio.to_thread(work)
     found = await scene.trajectory()
-    assert (found.session_id, found.reward, found.turns) == ("s0", 1.0, 1)
-    assert await scene.state("s1") == "abandoned"
+    assert (found.session_id, found.group_id, found.reward, found.turns) == (played, "g", 1.0, 1)
+    assert {await scene.state(name) for name in (unanswered, abandoned)} == {"abandoned"}
+
+
+class Drops(Sessions):
+    """Loses its first request on the way to the gateway."""
+
+    dropped = False
+
+    def _done(self, step: Post | Pause) -> Any:
+        if isinstance(step, Post) and not self.dropped:
+            self.dropped = True
+            raise Unavailable("nobody answered")
+        return super()._done(step)
+
+
+@pytest.mark.parametrize("key", [None, "sk-agent"])
+async def test_a_session_of_somebody_else_is_neither_taken_nor_ended(scene: Scene, key: str | None) -> None:
+    def work(sessions: Sessions) -> None:
+        with sessions.open(session_id="s0") as session:
+            with pytest.raises(Conflict, match="already a session 's0'") as plain:
+                sessions.open(session_id="s0")
+            assert "earlier try" not in str(plain.value)
+            with (
+                Drops(scene.url, MODEL, api_key=key) as other,
+                pytest.raises(Conflict, match=r"already a session 's0'.*an earlier try .* may have made it"),
+            ):
+                other.open(session_id="s0")
+            session.complete([5], max_tokens=2)
+            session.finish(1.0)
+
+    await scene.play(work)
+    assert (await scene.trajectory()).session_id == "s0"
+
+
+async def test_why_a_group_is_abandoned_may_be_a_long_text(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    def work(sessions: Sessions) -> set[str]:
+        group_id, members = sessions.open_group(2)
+        sessions.abandon_group(group_id, "x" * 3000)
+        return {member.session_id for member in members}
+
+    members = await scene.play(work)
+    assert {await scene.state(name) for name in members} == {"abandoned"}
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 async def test_openai_is_named_where_it_is_missing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
