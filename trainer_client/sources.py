@@ -3,13 +3,15 @@
 Invariants:
 - every tensor that cannot be published is refused here, by name, before a byte moves;
 - the caller's order is kept; a tensor with several names is published once, under the first;
+- what an iterator gives is held by its memory alone, so that a tensor that its iterator lets go is seen to be gone;
 - nothing imports torch: a torch tensor can only come from a caller that already did.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,12 +44,13 @@ def sources_of(tensors: NamedTensors, *, check_nan: bool = False, dtype: object 
     tensor that begins with NaN raises InvalidRequest as well.
     """
     kept: list[TensorSource] = []
-    owner_of: dict[object, str] = {}
+    ties = Ties(tensors)
     tied: dict[str, str] = {}
     floats = None if dtype is None else float_name(dtype)
     for name, tensor in _pairs(tensors):
         source, identity = _source(name, tensor, floats)
-        owner = owner_of.setdefault(identity, name)
+        owner = ties.owner(name, tensor, identity)
+        ties.check_kept(name, owner, identity)
         if owner == name:
             kept.append(_nan_checked(source) if check_nan and source.dtype in _NAN else source)
         else:
@@ -55,6 +58,48 @@ def sources_of(tensors: NamedTensors, *, check_nan: bool = False, dtype: object 
     if not kept:
         raise InvalidRequest("no tensors to publish", hint="pass model.state_dict() or pairs (name, tensor)")
     return Sources(tuple(kept), tied)
+
+
+class Ties:
+    """Which names are names of one tensor. A name's identity is what it reads, by address (`torch_sources.identity`).
+
+    The tensors of a state dict or a list are there together, so names with one identity are tied. An iterator may fill
+    the same memory again before it gives the next name, and nothing in a tensor proves that it did not: `_version` is
+    lacking under inference_mode, begins anew with each `.data`, and counts no write through numpy. So of its names two
+    are tied only by two tensor objects, the earlier of which is still there when the later one comes. The same object
+    given twice may be a buffer, and one that is gone by then may have been a view of a buffer.
+    """
+
+    def __init__(self, tensors: object) -> None:
+        self._together = isinstance(tensors, Collection)
+        self._owners: dict[Hashable, tuple[str, weakref.ref[Any]]] = {}
+        self._kept: dict[Hashable, str] = {}  # the name at each address
+
+    def owner(self, name: str, tensor: object, identity: Hashable) -> str:
+        """The first name of this tensor."""
+        if not isinstance(identity, tuple):
+            return name
+        owner, earlier = self._owners.setdefault(identity, (name, weakref.ref(tensor)))
+        if owner != name and not self._are_two(earlier, tensor):
+            owner = name
+            self._owners[identity] = (name, weakref.ref(tensor))
+        return owner
+
+    def check_kept(self, name: str, owner: str, identity: Hashable, *, keep: bool = True) -> None:
+        """InvalidRequest when an earlier tensor that is read later may have another content by now. `keep`: this one is
+        read later, too, and whoever does so holds its memory until then."""
+        if self._together or owner != name or not isinstance(identity, tuple):
+            return
+        if identity[0] in self._kept:
+            raise InvalidRequest(
+                f"{name!r} lies in the memory of {self._kept[identity[0]]!r}, which its iterator may have filled again",
+                hint="publish_stream takes tensors of one buffer one by one; pass tied weights as a dict or list",
+            )
+        if keep:
+            self._kept[identity[0]] = name
+
+    def _are_two(self, earlier: weakref.ref[Any], tensor: object) -> bool:
+        return self._together or not (earlier() is None or earlier() is tensor)
 
 
 Stable = bool | Collection[str] | Callable[[str], bool]
@@ -66,15 +111,20 @@ def held_still(tensors: NamedTensors, stable: Stable) -> list[tuple[str, Any]]:
 
     Raises InvalidRequest for what cannot be published.
     """
-    copies: dict[object, Any] = {}
+    copies: dict[str, Any] = {}
     held: list[tuple[str, Any]] = []
+    ties = Ties(tensors)
     for name, tensor in _pairs(tensors):
         identity = _source(name, tensor)[1]
-        if not _is_stable(name, stable):
-            if identity not in copies:
-                copies[identity] = tensor.copy() if isinstance(tensor, np.ndarray) else tensor.detach().clone()
-            tensor = copies[identity]
-        held.append((name, tensor))
+        is_stable = _is_stable(name, stable)
+        owner = ties.owner(name, tensor, identity)
+        ties.check_kept(name, owner, identity, keep=is_stable)
+        plain = tensor.view() if isinstance(tensor, np.ndarray) else tensor.detach()
+        if not is_stable:
+            if owner not in copies:
+                copies[owner] = plain.copy() if isinstance(plain, np.ndarray) else plain.clone()
+            plain = copies[owner]
+        held.append((name, plain))
     for device in {tensor.device for _, tensor in held if getattr(tensor, "is_cuda", False)}:
         sys.modules["torch"].cuda.current_stream(device).synchronize()  # they are read on another thread's stream
     return held
@@ -133,15 +183,14 @@ def source_bytes(source: TensorSource) -> int:
     return int(np.prod(source.shape, dtype=np.int64)) * DTYPES[source.dtype]
 
 
-def _pairs(tensors: NamedTensors) -> list[tuple[str, Any]]:
+def _pairs(tensors: NamedTensors) -> Iterator[tuple[str, Any]]:
     if not isinstance(tensors, Iterable):
         raise InvalidRequest(
             f"a {type(tensors).__name__} does not hold named tensors",
             hint="pass model.state_dict(), model.named_parameters() or a list of (name, tensor)",
         )
-    pairs = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     seen: set[str] = set()
-    for pair in pairs:
+    for pair in tensors.items() if isinstance(tensors, Mapping) else tensors:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             raise InvalidRequest(
                 f"expected pairs (name, tensor), got {type(pair).__name__}",
@@ -152,10 +201,10 @@ def _pairs(tensors: NamedTensors) -> list[tuple[str, Any]]:
         if pair[0] in seen:
             raise InvalidRequest(f"tensor {pair[0]!r} appears twice", hint="every name must be published once")
         seen.add(pair[0])
-    return pairs
+        yield pair
 
 
-def _source(name: str, tensor: Any, floats: str | None = None) -> tuple[TensorSource, object]:
+def _source(name: str, tensor: Any, floats: str | None = None) -> tuple[TensorSource, Hashable]:
     """The source, and an identity that two names share only if they read the same values from the same memory.
 
     `floats`: the dtype that a floating-point tensor becomes.
@@ -173,7 +222,7 @@ def _source(name: str, tensor: Any, floats: str | None = None) -> tuple[TensorSo
     )
 
 
-def _numpy_source(name: str, array: np.ndarray[Any, Any], floats: str | None) -> tuple[TensorSource, object]:
+def _numpy_source(name: str, array: np.ndarray[Any, Any], floats: str | None) -> tuple[TensorSource, Hashable]:
     dtype = NUMPY_DTYPES.get(array.dtype.name)
     if dtype is None:
         raise unsupported_dtype(f"tensor {name!r}", f"numpy {array.dtype.name}", NUMPY_DTYPES)
@@ -185,7 +234,7 @@ def _numpy_source(name: str, array: np.ndarray[Any, Any], floats: str | None) ->
     address = array.__array_interface__["data"][0]
     identity = (address, array.shape, array.strides, array.dtype.name, array.dtype.byteorder) if array.size else name
     resident = array.flags.c_contiguous and array.dtype == native
-    return TensorSource(name, dtype, array.shape, _numpy_reader(array, native), resident), identity
+    return TensorSource(name, dtype, array.shape, _numpy_reader(array.view(), native), resident), identity
 
 
 _NUMPY_FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}

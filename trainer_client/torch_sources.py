@@ -8,11 +8,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from paramserver.client import TensorSource
 from protos.errors import InvalidRequest
@@ -39,7 +38,7 @@ TORCH_DTYPES: dict[torch.dtype, str] = {
 }
 
 
-def source(name: str, tensor: torch.Tensor, floats: str | None = None) -> tuple[TensorSource, object]:
+def source(name: str, tensor: torch.Tensor, floats: str | None = None) -> tuple[TensorSource, Hashable]:
     """One tensor to publish, and its identity (see `trainer_client.sources`). `floats`: what floats become."""
     _check_has_bytes(name, tensor)
     dtype = TORCH_DTYPES.get(tensor.dtype)
@@ -73,22 +72,18 @@ def _check_has_bytes(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def identity(name: str, tensor: torch.Tensor) -> object:
+def identity(name: str, tensor: torch.Tensor) -> Hashable:
     """What the names of tied weights share: the same memory, read the same way. Views that merely overlap have
     different ones: each is a tensor of its own. So have views that read other values from the same memory: torch
     negates and conjugates when a view is read. Of a DTensor it is that of the part here, which may have no rows.
 
-    Who keeps an identity holds no memory by it, and no tensor that is made later gets the same one. An address would
-    not do: it is given again as soon as a tensor is let go. Nor does memory that is written anew in between make two
-    names one.
+    It begins with the address, which is given again once a tensor is let go: see `trainer_client.sources.Ties`.
     """
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if not tensor.numel() or local.layout is not torch.strided:
         return name
     return (
-        StorageWeakRef(local.untyped_storage()),  # type: ignore[no-untyped-call]
-        None if local.is_inference() else local._version,
-        local.storage_offset(),
+        local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset()),  # a meta tensor has no address
         tuple(local.shape),
         local.stride(),
         local.dtype,

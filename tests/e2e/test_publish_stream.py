@@ -119,6 +119,28 @@ def test_names_are_mapped_in_manifest_and_iterator_alike(relays: Relays) -> None
             same(read(daemon, ticket.version), {"lm_head.weight": torch.ones(3), "b": torch.zeros(1)})
 
 
+def test_names_that_the_manifest_ties_have_to_come_with_the_same_bytes(relays: Relays) -> None:
+    """A manifest of weights that are tied, and an iterator whose buffer holds each of them in turn."""
+    daemon = relays.start("a")
+    shared = torch.rand(5, 7)
+    manifest = manifest_of({"embed": shared, "head": shared})
+
+    def of_one_buffer(other: float) -> Iterator[tuple[str, torch.Tensor]]:
+        with torch.inference_mode():
+            buffer = torch.empty(5, 7)
+            yield "head", buffer.copy_(shared)
+            yield "embed", buffer.add_(other)
+
+    with Publisher(daemon.ready["grpc"]) as publisher:
+        with pytest.raises(InvalidRequest, match=r"'embed' came with other bytes than 'head', to which the manifest"):
+            publisher.publish_stream(manifest, lambda: of_one_buffer(1.0), step=1)
+        ticket = publisher.publish_stream(manifest, lambda: of_one_buffer(0.0), step=1, wait="sealed")
+        same(read(daemon, ticket.version), {"embed": shared})
+        buffers = lambda: ((name, one.data) for name, one in of_one_buffer(1.0))  # noqa: E731
+        ticket = publisher.publish_stream(manifest_of(buffers()), buffers, step=2, allow_change=True, wait="sealed")
+        same(read(daemon, ticket.version), {"embed": shared + 1.0, "head": shared})
+
+
 def test_what_is_refused_is_named_after_the_iterator_is_drained_and_the_next_publish_works(relays: Relays) -> None:
     daemon = relays.start("a", pool_bytes="16MiB")
     metas = [TensorMeta(name, torch.float32, (2, 3)) for name in "abcd"]

@@ -3,7 +3,7 @@
 Invariants:
 - a manifest is made of metadata alone: no tensor is gathered, moved or read for it;
 - a tensor with several names stands in it once; the other names are `tied`. Only tensors that are there together can
-  be tied, so pairs of a generator that lets one go before it makes the next are not.
+  be tied (`trainer_client.sources.Ties`), so pairs of a generator that makes one after the other are not.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from paramserver.client import DTYPES, TensorSpec
 from protos.errors import InvalidRequest
 from trainer_client.dtypes import dtype_name
+from trainer_client.sources import Ties
 from trainer_client.streaming.names import Names, rename
 
 T = TypeVar("T")
@@ -96,14 +97,13 @@ def manifest_of(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Manif
     weights) stand once, under the first. Raises InvalidRequest for what is no tensor.
     """
     metas: list[TensorMeta] = []
-    owners: dict[object, str] = {}
-    tied: dict[str, str] = {}
+    ties, tied = Ties(tensors), dict[str, str]()
     for name, tensor in _pairs(tensors):
         if not hasattr(tensor, "dtype") or not hasattr(tensor, "shape"):
             raise InvalidRequest(
                 f"{name!r} is a {type(tensor).__name__}, not a tensor", hint="leave other entries of a state dict out"
             )
-        owner = owners.setdefault(memory_of(name, tensor), name)
+        owner = ties.owner(name, tensor, memory_of(name, tensor))
         if owner == name:
             metas.append(TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
         else:
@@ -121,10 +121,11 @@ def gathered(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator
 
 
 def _once(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    seen: set[object] = set()
+    """Each tensor under its first name. All that an iterator gives: `publish_stream` compares tied ones."""
+    seen: set[Hashable] = set()
     for name, tensor in _pairs(tensors):
         memory = memory_of(name, tensor)
-        if memory not in seen:
+        if memory not in seen or not isinstance(tensors, Collection):
             seen.add(memory)
             yield name, tensor
 
@@ -150,8 +151,9 @@ def _pairs(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterable[t
     return tensors.items() if isinstance(tensors, Mapping) else tensors
 
 
-def memory_of(name: str, tensor: Any) -> object:
-    """What two names share only if they are one tensor; `name` itself where that cannot be seen."""
+def memory_of(name: str, tensor: Any) -> Hashable:
+    """What two names share only if they are one tensor, while both are there; `name` itself where that cannot be
+    seen."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor):
         return name

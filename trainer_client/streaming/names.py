@@ -8,7 +8,7 @@ tensor out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from protos.errors import InvalidRequest
@@ -46,11 +46,13 @@ def _pair(pair: Any) -> tuple[str, str | None]:
 
 
 def renamed(tensors: Any, names: Names | None) -> Any:
-    """A state dict or pairs with every name mapped; what is no pair is left to whoever reads them."""
+    """A state dict or pairs with every name mapped; what is no pair is left to whoever reads them. What is made
+    while it is iterated over is not taken here."""
     if names is None or not isinstance(tensors, Iterable):
         return tensors
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-    return [pair for pair in (_renamed(pair, names) for pair in pairs) if pair is not None]
+    found = (new for pair in pairs if (new := _renamed(pair, names)) is not None)
+    return list(found) if isinstance(tensors, Collection) else found
 
 
 def _renamed(pair: Any, names: Names) -> Any:

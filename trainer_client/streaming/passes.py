@@ -2,6 +2,7 @@
 
 Invariants:
 - tensors are taken on the caller's thread, one at a time, and let go before the next one is taken;
+- of tied names one is written; those that the iterator gives nevertheless have to have the same bytes;
 - every rank takes every tensor of an iterator that was begun, whatever fails: taking one is a collective, and a rank
   that stopped would leave the others in it;
 - ranks agree on what became of the announcement, of the writing, and of the commit: all return the same version, all
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import msgspec
+import xxhash
 
 from paramserver.client import Rank, StreamedVersion, TensorSource, Ticket, TicketData
 from protos.errors import InvalidRequest, LaminarError
@@ -104,7 +106,9 @@ class Stream:
         self._version: StreamedVersion | None = None  # until it is committed or given up
         self._was_taken = False
         self._metas: dict[str, TensorMeta] = {}
+        self._owners: frozenset[str] = frozenset()  # of tied names
         self._mine: frozenset[str] = frozenset()
+        self._tied_bytes: dict[str, tuple[str, bytes]] = {}  # by the name that is written: who came first, its digest
 
     def publish(self) -> TicketData:
         """The version's ticket, the same on every rank; raises the same error on every rank."""
@@ -125,6 +129,7 @@ class Stream:
             names = {*(meta.name for meta in self._manifest.tensors), *self._manifest.tied}
             self._part = replace(self._part, beside=beside(names, self._base, self._files))
         self._metas = {meta.name: meta for meta in self._manifest.tensors}
+        self._owners = frozenset(self._manifest.tied.values())
         self._mine = frozenset(meta.name for meta in self._part.metas) if self._part is not None else frozenset()
         run = self._run if self._writers == "all" else ""
         ticket = self._settle() if self._part is not None else None
@@ -170,6 +175,7 @@ class Stream:
     def _write_all(self) -> Outcome:
         """Takes every tensor, and writes it; those after one that failed are let go."""
         outcome, version = Outcome(), self._version
+        self._tied_bytes.clear()
         num, newest = 0, ""
         try:
             for item in _iterated(self._items() if callable(self._items) else self._items):
@@ -189,9 +195,12 @@ class Stream:
 
     def _write(self, version: StreamedVersion, given: str, tensor: Any) -> None:
         name = self._published[given] if given in self._published else self._renamed(given)
-        if name is None or name in self._manifest.tied or (name in self._metas and name not in self._mine):
+        if name is None:
             return
-        meta = self._metas.get(name)
+        owner = self._manifest.tied.get(name, name)
+        if owner in self._metas and owner not in self._mine:
+            return
+        meta = self._metas.get(owner)
         if meta is None:
             raise InvalidRequest(f"tensor {name!r} is not in the manifest", hint="announce every tensor that comes")
         source = plain_source(name, tensor)
@@ -201,12 +210,25 @@ class Stream:
                 f"{list(meta.shape)}",
                 hint="make the tensor as announced, or announce what is made: manifest and iterator have to agree",
             )
-        first = True
-        for piece in self._bytes_of(version, source, tensor):
+        first, digest = True, xxhash.xxh3_128() if owner in self._owners else None
+        for piece in self._bytes_of(version, replace(source, name=owner), tensor):
             if first and self._check_nan:
                 refuse_nan(name, source.dtype, piece)
             first = False
-            version.write(name, piece)
+            if digest is not None:
+                digest.update(piece)
+            if name == owner:
+                version.write(name, piece)
+        if digest is not None:
+            self._compare(name, owner, digest.digest())
+
+    def _compare(self, name: str, owner: str, digest: bytes) -> None:
+        earlier, same = self._tied_bytes.setdefault(owner, (name, digest))
+        if digest != same:
+            raise InvalidRequest(
+                f"{name!r} came with other bytes than {earlier!r}, to which the manifest ties it",
+                hint="announce both: TensorMeta(name, dtype, shape) for each, or manifest_of() what is published",
+            )
 
     def _renamed(self, given: str) -> str | None:
         return given if self._names is None else rename(self._names, given)

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -111,7 +111,7 @@ class ShardedPublish:
         return Outcome()
 
     def _tied(self) -> dict[str, str]:
-        owners: dict[object, str] = {}
+        owners: dict[Hashable, str] = {}
         pairs = [(name, owners.setdefault(memory_of(name, one.tensor), name)) for name, one in self._shards.items()]
         return {name: owner for name, owner in pairs if name != owner}
 

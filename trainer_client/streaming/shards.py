@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from protos.errors import InvalidRequest
-from trainer_client.sources import NAN_CHECK_BYTES, NamedTensors, refuse_nan
-from trainer_client.streaming.manifest import TensorMeta
+from trainer_client.sources import NAN_CHECK_BYTES, NamedTensors, Ties, refuse_nan
+from trainer_client.streaming.manifest import TensorMeta, memory_of
 from trainer_client.streaming.names import Names, renamed
 from trainer_client.streaming.staging import StagingRing
 from trainer_client.torch_sources import source
@@ -47,10 +47,13 @@ def shards_of(tensors: NamedTensors, names: Names | None, dtype: torch.dtype | N
     """Each tensor by the name that it is published under. InvalidRequest for what cannot be published."""
     found: dict[str, Shard] = {}
     pairs = renamed(tensors, names)
+    ties = Ties(pairs)
     for name, tensor in pairs.items() if isinstance(pairs, Mapping) else pairs:
         if name in found:
             raise InvalidRequest(f"tensor {name!r} comes twice", hint="give each name once")
         found[name] = _shard(name, tensor, dtype)
+        memory = memory_of(name, tensor)
+        ties.check_kept(name, ties.owner(name, tensor, memory), memory)
     return found
 
 
@@ -63,17 +66,17 @@ def _shard(name: str, tensor: Any, dtype: torch.dtype | None) -> Shard:
     meta, num_rows = TensorMeta(name, str(cast), tuple(tensor.shape)), tensor.shape[0] if tensor.dim() else 1
     if not hasattr(tensor, "to_local"):
         source(name, tensor)  # refuses one without bytes of its own
-        return Shard(meta, tensor, tensor.detach(), 0, num_rows, cast)
+        return Shard(meta, tensor.detach(), tensor.detach(), 0, num_rows, cast)
     rows = _rows(name, tensor, num_rows)
     if rows is None:
-        return Shard(meta, tensor, None, 0, num_rows, cast)
+        return Shard(meta, tensor.detach(), None, 0, num_rows, cast)
     local = tensor.to_local().detach()
     if (local.shape[0] if local.dim() else 1) != rows[1] - rows[0] and rows[0] < rows[1]:
         raise InvalidRequest(
             f"this rank has {local.shape[0]} rows of tensor {name!r}, its placement makes {rows[1] - rows[0]}",
             hint="publish it by publish_stream and gathered()",
         )
-    return Shard(meta, tensor, local, *rows, cast)
+    return Shard(meta, tensor.detach(), local, *rows, cast)
 
 
 def _rows(name: str, tensor: Any, num_rows: int) -> tuple[int, int] | None:

@@ -11,8 +11,10 @@ import torch
 
 from protos.errors import InvalidRequest
 from trainer_client import Manifest, OneRank, TensorMeta, gathered, manifest_of
-from trainer_client.streaming.names import rename
+from trainer_client.sources import held_still, sources_of
+from trainer_client.streaming.names import rename, renamed
 from trainer_client.streaming.passes import part_of
+from trainer_client.streaming.shards import shards_of
 from trainer_client.streaming.staging import StagingRing
 
 pytestmark = pytest.mark.slow  # torch takes a second to import
@@ -104,20 +106,105 @@ def of_one_tensor(count: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"w{number}", buffer.fill_(number)
 
 
-@pytest.mark.parametrize("pairs", [of_one_buffer, of_one_tensor])
+def of_inference(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    with torch.inference_mode():
+        yield from of_one_tensor(count)
+
+
+def of_data(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, buffer in of_one_tensor(count):
+        yield name, buffer.data
+
+
+def of_writes_through_numpy(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    buffer = torch.zeros(4)
+    for number in range(count):
+        buffer.numpy()[:] = number
+        yield f"w{number}", buffer
+
+
+def of_a_scratch_module(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    scratch = torch.nn.Linear(4, 1, bias=False)
+    for number in range(count):
+        scratch.weight.data.fill_(number)
+        yield from ((f"w{number}", one) for one in scratch.state_dict(keep_vars=True).values())
+
+
+def of_arrays(count: int) -> Iterator[tuple[str, Any]]:
+    buffer = np.zeros(4, np.float32)
+    for number in range(count):
+        buffer[:] = number
+        yield f"w{number}", buffer[:]
+
+
+class OfALoader:
+    """No iterator, and yet each tensor is made when it is taken."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return of_data(self._count)
+
+
+def of_other_shapes(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    buffer = torch.zeros(4)
+    for number in range(count):
+        buffer.fill_(number)
+        yield f"w{number}", buffer[: 4 - number]
+
+
+REFILLED: list[Callable[[int], Any]] = [of_one_buffer, of_one_tensor, of_inference, of_data, of_writes_through_numpy]
+REFILLED += [of_a_scratch_module, of_other_shapes, OfALoader]
+
+
+@pytest.mark.parametrize("pairs", REFILLED)
 def test_only_tensors_that_are_there_together_are_tied(pairs: Callable[[int], Iterator[Any]]) -> None:
     manifest = manifest_of(pairs(3))
     assert [meta.name for meta in manifest.tensors] == ["w0", "w1", "w2"]
     assert manifest.tied == {}
-    assert [(name, tensor[0].item()) for name, tensor in gathered(pairs(3))] == [("w0", 0), ("w1", 1), ("w2", 2)]
+    found = [(name, tensor.flatten()[0].item()) for name, tensor in gathered(pairs(3))]
+    assert found == [("w0", 0), ("w1", 1), ("w2", 2)]
 
 
-def test_tied_weights_are_found_in_a_generator_of_views_too() -> None:
-    """The views come and go, and what they show stays."""
+@pytest.mark.parametrize("pairs", [*REFILLED, of_arrays])
+def test_an_iterator_that_fills_its_memory_again_is_refused_where_it_is_read_at_the_end(
+    pairs: Callable[[int], Iterator[Any]],
+) -> None:
+    """Its earlier tensors have gone by then."""
+    for taken in (pairs(3), renamed(pairs(3), [("^w", "x")])):
+        with pytest.raises(InvalidRequest, match=r"'.1' lies in the memory of '.0', which.*publish_stream"):
+            sources_of(taken)
+    with pytest.raises(InvalidRequest, match="lies in the memory of"):
+        held_still(pairs(3), lambda name: name == "w0")
+    assert [np.asarray(tensor.data).flat[0] for _, tensor in held_still(pairs(3), False)] == [0, 1, 2], "copied in time"
+
+
+def test_shards_of_an_iterator_that_fills_its_memory_again_are_refused() -> None:
+    for pairs in REFILLED:
+        with pytest.raises(InvalidRequest, match="'w1' lies in the memory of 'w0'"):
+            shards_of(pairs(3), None, None)
+
+
+def test_an_iterator_of_fresh_tensors_is_taken_although_their_memory_is_given_again() -> None:
+    fresh = lambda: ((f"w{number}", torch.full((1000,), number)) for number in range(20))  # noqa: E731
+    assert (
+        len(manifest_of(fresh()).tensors) == len(sources_of(fresh()).tensors) == len(held_still(fresh(), False)) == 20
+    )
+    assert [int(one.read().cast("B")[0]) for one in sources_of(fresh()).tensors] == list(range(20))
+
+
+def test_tied_weights_are_found_where_their_tensors_are_held() -> None:
     net = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4, bias=False)})
     net["head"].weight = net["embed"].weight
-    pairs = [(name, one.detach()) for name, one in net.named_parameters(remove_duplicate=False)]
-    assert manifest_of((name, one.detach()) for name, one in pairs).tied == {"head.weight": "embed.weight"}
+    state = net.state_dict()
+    tied = {"head.weight": "embed.weight"}
+    with torch.no_grad():
+        net["embed"].weight.add_(1)
+    mixed = {"embed.weight": net["embed"].weight, "head.weight": net["embed"].weight.data}
+    for held in (state, mixed, list(state.items()), state.items(), ((name, one) for name, one in state.items())):
+        pairs = held if not isinstance(held, Iterator) else ((name, one) for name, one in state.items())
+        assert (manifest_of(held).tied, sources_of(pairs).tied) == (tied, tied)
     conjugated = torch.ones(2, dtype=torch.complex64)
     assert manifest_of({"z": conjugated, "conj": conjugated.conj()}).tied == {}
 
