@@ -6,7 +6,8 @@ Invariants:
 - mappings are kept from version to version, and none of a file that the relay has destroyed;
 - a mapping that is dropped lets go of the relay's memory when its last writer is done, although an error that somebody
   keeps holds views of it. Not before: a writer whose bytes went nowhere would report chunks that are not there;
-- a forked child, such as a data loader's, has none of the relay's memory, which could not be used again while it lives.
+- a forked child, such as a data loader's, has none of the relay's memory, which could not be used again while it lives;
+- a descriptor is touched only until `drop`: from then on its number may be another file's.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class MappedFile:
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        self._fd = fd
+        self._fd: int | None = fd  # None: dropped
         self._map = FileMapping(fd, size_bytes)
         self._mutex = threading.Lock()
-        self._num_writers, self._dropped = 0, False
+        self._num_writers = 0
         self.view = self._map.view()
         self.warm = False
         _living.add(self)
@@ -64,6 +65,7 @@ class MappedFile:
         return len(self.view)
 
     def status(self) -> os.stat_result:
+        assert self._fd is not None, "dropped"
         return os.fstat(self._fd)
 
     def populate(self, offset: int, num_bytes: int) -> None:
@@ -87,17 +89,19 @@ class MappedFile:
     def drop(self) -> None:
         """Nobody else gets it."""
         with self._mutex:
-            self._dropped = True
-            os.close(self._fd)
+            fd, self._fd = self._fd, None  # a child that is forked in between keeps it open, and harms no other file
+            assert fd is not None, "dropped once"
+            os.close(fd)
             self._detach_unused()
 
     def _detach_unused(self) -> None:
-        if self._dropped and not self._num_writers:
+        if self._fd is None and not self._num_writers:
             self._map.detach()
 
     def leave_to_parent(self, null: int) -> None:
         """In a forked child, which has no other threads: `null`, which is open there, takes the descriptor's place."""
-        os.dup2(null, self._fd, inheritable=False)
+        if self._fd is not None:
+            os.dup2(null, self._fd, inheritable=False)
         self._map.detach()
 
 

@@ -596,6 +596,13 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert bytes(place.view[:5]) == b"whole"
 assert os.path.samestat(place.status(), os.stat(path))
+
+mappings.close()  # its relay has gone; the writer is not done
+with open(path, "rb") as data:  # has the descriptor's number
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if data.read(5) == b"whole" else 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
