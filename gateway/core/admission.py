@@ -5,7 +5,7 @@ when the trainer takes them. Invariants:
 - a reader counts once it waits for a batch or samples again: a single sample decides nothing for the others. One that
   has neither sampled nor held a lease for `READER_S` does not count any more;
 - of the readers that count, the one with the largest bound decides: else a reader could wait for a batch that is never
-  admitted;
+  admitted. Of several with that bound it is the one that says the lowest version, whoever sampled last;
 - a reader's smaller batch counts from its second request on: one small sample under the trainer's name lowers nothing;
 - a buffered trajectory counts while any of those readers may take it;
 - buffered trajectories of a group that lacks members, and has none running, do not count: no reader of groups can take
@@ -86,7 +86,7 @@ class Readers:
             for reader in self._of.values()
             if reader.counts and (now - reader.requested_at <= READER_S or holds_lease(reader.name))
         )
-        return sorted(counting, key=lambda reader: -reader.bound)
+        return sorted(counting, key=lambda reader: (-reader.bound, reader.version))
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,8 @@ class LastPlans(msgspec.Struct, frozen=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`pinned_versions`: by version, the relay that has its pin. `fallback_versions`: by relay, the version that is
+    """`trainer_version`: `newest_version`, or what the reader that bounds admission says, if that is more.
+    `pinned_versions`: by version, the relay that has its pin. `fallback_versions`: by relay, the version that is
     pinned there for its engines to go back to. `sessions_behind`: sessions by how many versions. `store_failure`: why
     what is kept cannot be written now; empty while it can. `refused_relays`: by address, why nothing of a relay whose
     registry replaced the one that versions came from is believed. `unreachable_relays`: addresses of relays that do

@@ -131,8 +131,10 @@ class Trainer:
 
     @property
     def version(self) -> int:
-        """The newest version that a relay announced, or the one that a reader reported last, if that is more."""
-        return max(self._said, self._fleet.newest)
+        """The newest version that a relay announced, or the one that the reader says that bounds admission, if that is
+        more; while none does, the one that a reader said last."""
+        counting = self._counting(time.monotonic())
+        return max(counting[0].version if counting else self._said, self._fleet.newest)
 
     @property
     def own_bound(self) -> Bound:

@@ -209,8 +209,9 @@ async def test_a_second_reader_with_a_wrong_version_costs_nobody_else_anything(d
         assert dataclasses.replace(told, notes={}) == admission
         assert "80 too stale" in told.notes["second"]
         assert "which no relay announced" in told.notes["second"]
-        assert door.buffer.statistics() == before
+        assert (door.buffer.statistics(), door.trainer.version) == (before, 13)
         batch = await trainer.sample(**wanted)
+        assert door.trainer.version == 13, "whoever asked last"
         assert [head.session_id for head in batch.heads] == [f"s{number}" for number in range(8)]
         second.trainer_version = 13
         assert len(await second.sample(**wanted)) == 8
