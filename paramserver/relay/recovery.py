@@ -116,7 +116,7 @@ class Recovery:
             self._note(logging.ERROR, f"{back} and {what} does not, and {then}")
         if gone.apart:
             what = f"has gone on without {_list(gone.apart)} of {model}, sealed before and found here"
-            why = "which is kept aside, since readers would go back to other weights"
+            why = "now kept aside, since readers would go back to other weights"
             self._note(logging.ERROR, f"{back} and {what}, {why}, and {then}")
 
     def _note(self, level: int, text: str) -> None:

@@ -978,7 +978,7 @@ async def test_what_a_restored_registry_has_gone_on_without_is_kept_aside_and_na
     [notice] = again.parts.notices.all()
     assert notice.text == (
         "the registry went back (was it restored from a backup?) and has gone on without version 3 of policy, sealed "
-        "before and found here, which is kept aside, since readers would go back to other weights, and the next number "
+        "before and found here, now kept aside, since readers would go back to other weights, and the next number "
         "is 1003 at least"
     )
     assert (again.pool.directory / "snapshots" / MODEL / "v00000003").exists()
