@@ -37,6 +37,8 @@ ABANDON_TIMEOUT_S = 3.0
 CONNECT_TIMEOUT_S = 5.0
 MESSAGE_MAX = 300
 """Characters kept of an error's message."""
+GATEWAY_HEADER = "X-Laminar-Gateway"
+"""Of a 421: the URL of the gateway that has the session."""
 
 
 GATEWAY_KEY, SERVER_KEY = "LAMINAR_API_KEY", "OPENAI_API_KEY"
@@ -213,7 +215,7 @@ class Server:
             return
         try:
             async with asyncio.timeout(ABANDON_TIMEOUT_S):
-                await self._root.post(f"/sessions/{session_id}/abandon", cast_to=object, body={"reason": reason})
+                await self._asked(f"/sessions/{session_id}/abandon", {"reason": reason[:MESSAGE_MAX]})
         except (openai.NotFoundError, openai.ConflictError) as error:
             log.debug("session %s never began or has ended: %s", session_id, error)
         except (openai.APIError, TimeoutError) as error:
@@ -239,15 +241,30 @@ class Server:
         """A request to the gateway itself. `repeatable`: sent twice it has the effect of once."""
 
         async def send() -> object:
-            return await self._root.post(path, cast_to=object, body=body)
+            return await self._asked(path, body)
 
         return await self._sent(f"POST {path}", send, usage, repeatable=repeatable)
 
     async def get(self, path: str, usage: Usage) -> dict[str, Any]:
         async def send() -> object:
-            return await self._root.get(path, cast_to=object)
+            return await self._asked(path)
 
         return await self._sent(f"GET {path}", send, usage, repeatable=True)
+
+    async def _asked(self, path: str, body: Mapping[str, Any] | None = None) -> object:
+        """Follows one 421 to the gateway that has the session, where several share a store."""
+
+        async def ask(url: str) -> object:
+            if body is None:
+                return await self._root.get(url, cast_to=object)
+            return await self._root.post(url, cast_to=object, body=body)
+
+        try:
+            return await ask(path)
+        except openai.APIStatusError as error:
+            if (gateway := error.response.headers.get(GATEWAY_HEADER)) is None:
+                raise
+            return await ask(gateway + path)
 
     async def _sent(
         self, what: str, send: Callable[[], Awaitable[object]], usage: Usage, *, repeatable: bool

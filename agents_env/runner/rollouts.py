@@ -163,6 +163,7 @@ class Runner(Generic[TaskT]):
         self._tally.running += 1
         if self._journal is not None:
             self._journal.began((sample.group_id, sample.sample_index), attempt, sample.lease_id)
+        session: Session | None = None
         try:
             session = await self._server.open(spec)
             usage = session.usage
@@ -175,7 +176,8 @@ class Runner(Generic[TaskT]):
             record(usage, status="abandoned")
             raise
         except RolloutFailed as error:
-            await self._server.abandon(spec.session_id, str(error))
+            if session is not None or error.kind != "http 409":  # else the name is that of somebody else's session
+                await self._server.abandon(spec.session_id, str(error))
             record(usage, status="failed", error=_failure(error))
             return error
         finally:

@@ -16,6 +16,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from agents_env.environment import Outcome
+from agents_env.server import Sampling, Server, SessionSpec
 from gateway.app import Gateway, start
 from gateway.fleet import claims, fleet, registrations
 from gateway.redis import RedisAddress, Script
@@ -269,3 +271,18 @@ async def test_sessions_of_the_sdk_end_where_they_are(two: Two, keeps_host: bool
                 if answer.status == 200:
                     states[name] = (await answer.json())["state"]
     assert states == {"s0": "finished", "s1": "abandoned", "s2": "finished", "s3": "abandoned"}
+
+
+async def test_sessions_of_a_runner_end_where_they_are(two: Two) -> None:
+    async with balancer(two, keeps_host=False) as url, Server(url, Sampling(MODEL)) as server:
+        for name in ("s0", "s1"):
+            session = await server.open(SessionSpec(name, "g", 0, 1))
+            if name == "s0":
+                await session.client.completions.create(model=MODEL, prompt=[5], max_tokens=2)
+                await server.finish(session, Outcome(1.0))
+            else:
+                await server.abandon(name, "no agent")
+        for name, state in (("s0", "finished"), ("s1", "abandoned")):
+            for _ in two:
+                assert (found := await server.look(name)) is not None
+                assert found["state"] == state

@@ -19,6 +19,7 @@ from agents_env.environments.tool_chain import ToolChain
 from agents_env.failures import RunFailed
 from agents_env.runner import Plan, Runner, Statistics
 from agents_env.server import Sampling, Server
+from gateway.api.sessions import REASON_CHARS_MAX
 from tests.unit.agents_env.scripted_server import Refusal, ScriptedServer, perfect, serving
 
 
@@ -97,6 +98,25 @@ async def test_the_gateway_learns_each_sessions_place_and_reward() -> None:
     assert first["tags"] == {"environment": "echo", "task_id": "11", "run_id": "r"}
     assert server.finished["echo-r-0-2"] == {"reward": 1.0, "status": "completed", "metrics": {"length": 2}}
     assert sorted(server.keys) == sorted(f"Bearer key-{session}" for session in server.sessions)
+
+
+async def test_a_session_of_somebody_else_is_left_alone() -> None:
+    async with serving(repeat) as server:
+        server.sessions["echo-r-0-0"] = {}
+        statistics, _ = await roll_out(server, plan(groups=1, group_size=1))
+    assert (statistics.rollouts, list(server.finished), server.abandoned) == (1, ["echo-r-0-0-retry1"], {})
+
+
+class Wordy(Echo):
+    async def rollout(self, task: Number, client: Chat) -> Outcome:
+        raise LookupError("x" * 3000)
+
+
+async def test_a_session_is_abandoned_with_a_reason_that_a_gateway_takes() -> None:
+    async with serving(repeat) as server:
+        await roll_out(server, plan(groups=1, group_size=1), Wordy())
+    assert server.abandoned
+    assert all(0 < len(reason) <= REASON_CHARS_MAX for reason in server.abandoned.values())
 
 
 async def test_a_plain_server_needs_no_sessions() -> None:
