@@ -136,6 +136,12 @@ class Unavailable(LaminarError):
     grpc_status = "UNAVAILABLE"
 
 
+class WrongServer(Unavailable):
+    """What answers at the address is another server. A retry does not help, unless the right one was there before."""
+
+    code = "wrong_server"
+
+
 class Preparing(Unavailable):
     """The request is in progress, and continues after this call; the message reports the progress."""
 

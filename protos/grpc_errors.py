@@ -9,7 +9,7 @@ from typing import NoReturn
 import grpc
 import grpc.aio
 
-from protos.errors import BY_CODE, LaminarError, OutOfCapacity, Unavailable
+from protos.errors import BY_CODE, LaminarError, OutOfCapacity, Unavailable, WrongServer
 
 ENCODED_MAX = 3000  # bytes of a message, and of a hint: gRPC drops the trailers of more than 8 KiB
 _LAST_ERROR = re.compile(r"last error: \w+: ipv[46]:\S+: (?:.*: )?([^:]+)$")
@@ -49,19 +49,19 @@ def _cut(text: str) -> str:
     return text
 
 
-def _cause(details: str) -> str:
-    """The reason why no connection was made, without the address that was tried last: it differs between tries."""
+def _cause(details: str) -> tuple[type[Unavailable], str]:
+    """Why no connection was made, without the address that was tried last: it differs between tries."""
     for mark, meaning in _TLS.items():
         if mark in details:
-            return meaning
+            return WrongServer, meaning
     last = _LAST_ERROR.search(details)
     if last is None:
-        return details
-    return "what listens there speaks no gRPC" if "HTTP/2" in last[1] else last[1]
+        return Unavailable, details
+    return (WrongServer, "what listens there speaks no gRPC") if "HTTP/2" in last[1] else (Unavailable, last[1])
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> LaminarError:
-    """The error that the server raised, or Unavailable when no server of ours answered."""
+    """The error that the server raised, or Unavailable when none of ours answered: WrongServer if another one did."""
     metadata = {str(key): value for key, value in (error.trailing_metadata() or ())}
     code = metadata.get(_CODE)
     if isinstance(code, str) and code in BY_CODE:
@@ -70,10 +70,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> LaminarError:
             found.retry_after_s = float(str(metadata[_RETRY]))
         return found
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return Unavailable(
-            f"no relay answers at {address}: {_cause(error.details() or '')}",
+        kind, cause = _cause(error.details() or "")
+        return kind(
+            f"no relay answers at {address}: {cause}",
             hint="check the address, and the relay's log; it may want credentials of its fleet (LAMINAR_CREDENTIALS)",
         )
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return Unavailable(f"{address} speaks gRPC but is not a relay", hint="give the relay's gRPC HOST:PORT")
+        return WrongServer(f"{address} speaks gRPC but is not a relay", hint="give the relay's gRPC HOST:PORT")
     return LaminarError(f"{address} answered {error.code().name}: {error.details()}")

@@ -25,7 +25,16 @@ import msgspec
 
 from protos.access.bearer import bearer
 from protos.decoding import decode_json
-from protos.errors import Conflict, Forbidden, InvalidRequest, LaminarError, NotFound, Unavailable, VersionUnknown
+from protos.errors import (
+    Conflict,
+    Forbidden,
+    InvalidRequest,
+    LaminarError,
+    NotFound,
+    Unavailable,
+    VersionUnknown,
+    WrongServer,
+)
 from protos.packed import Damaged, Offer
 from trainer_client.batches import ACCEPTED, Batch, batch_of
 from trainer_client.gateway_http import WRONG_SERVER, NoAnswer, Presence, Retry, download, patiently, request
@@ -130,7 +139,7 @@ class AsyncExperienceReader(AsyncClient):
         self._return_lock = asyncio.Lock()
         self._unanswered = Unanswered(self._release)
         self._url = gateway.rstrip("/")
-        self._presence = Presence(self._url)
+        self._presence = Presence(f"the gateway at {self._url}")
         self._timeout_s = timeout_s
         self._credentials = bearer(api_key)
         # A cluster-internal address, never a proxy.
@@ -159,10 +168,10 @@ class AsyncExperienceReader(AsyncClient):
         the sessions `session_ids`.
 
         Waits up to `wait_s` for them and returns what there is, possibly nothing: then `why` of the batch has the
-        numbers. Survives a restart of a gateway that has answered before, as every request of a reader does; raises
-        Unavailable after a minute without an answer, and at once when there never was one. Raises InvalidRequest when
-        the gateway refuses the request, and VersionUnknown when after a minute no relay has announced `trainer_version`
-        of the gateway's model.
+        numbers. Waits for a gateway that is away, as every request of a reader does; raises Unavailable after a minute
+        without an answer, and WrongServer at once when what answers is no gateway. Raises InvalidRequest when the
+        gateway refuses the request, and VersionUnknown when after a minute no relay has announced `trainer_version` of
+        the gateway's model.
         """
         if not self._met:
             await self._meet()
@@ -176,7 +185,7 @@ class AsyncExperienceReader(AsyncClient):
         return batch
 
     async def _meet(self) -> None:
-        """Before the first sample: is there an old run? From its answer on the gateway may be away for a while."""
+        """Before the first sample: is there an old run?"""
         try:
             found = await self.statistics()
         except Forbidden:
@@ -262,7 +271,7 @@ class AsyncExperienceReader(AsyncClient):
         try:
             return batch_of(answer, bound)
         except Damaged as error:
-            raise Unavailable(
+            raise WrongServer(
                 f"{self._url} answered with something else than a batch: {error}", hint=WRONG_SERVER
             ) from error
 
@@ -401,7 +410,7 @@ class AsyncExperienceReader(AsyncClient):
 
         A loop that is left by `break`, `return` or an error gives its last batch back: acknowledge it before if it was
         used. Raises NotFound when a step took longer than the lease (`lease_s`): the batch is back in the buffer. A
-        loop survives a restart of a gateway that has answered before; Unavailable after a minute without an answer.
+        loop waits for a gateway that is away; Unavailable after a minute without an answer.
 
         `prefetch`: how many further batches are sampled in the background meanwhile. They are leased from then on, so
         `lease_s` has to cover all of them, and they are as stale as the version that was set when they were sampled.
@@ -489,7 +498,7 @@ class AsyncExperienceReader(AsyncClient):
         try:
             found: Answer = decode_json(answer, kind)
         except msgspec.DecodeError as error:
-            raise Unavailable(f"{self._url} answered with something else: {error}", hint=WRONG_SERVER) from error
+            raise WrongServer(f"{self._url} answered with something else: {error}", hint=WRONG_SERVER) from error
         return found
 
     async def _post(self, path: str, body: Mapping[str, object]) -> bytes:

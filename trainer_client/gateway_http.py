@@ -1,6 +1,7 @@
 """One request to the gateway: its answer, or its error in the class of its code. Shared by the SDK's HTTP clients.
 
-`patiently` and `Retry` send it again while the gateway is away: it may be restarting.
+`patiently` and `Retry` send it again while the gateway is away: it may be starting. What answers there and is no
+gateway is an error at once.
 
 `request` is for small answers. `download` is for batches of trajectories, which have megabytes: the body goes from the
 kernel into the memory that its reader keeps, with one copy. Through httpx a body of 12 MB costs ten times the processor
@@ -33,6 +34,7 @@ from protos.errors import (
     OutOfCapacity,
     Unavailable,
     VersionUnknown,
+    WrongServer,
 )
 
 log = logging.getLogger(__name__)
@@ -40,8 +42,10 @@ log = logging.getLogger(__name__)
 ADDRESS = "pass the URL that `gateway serve` prints, such as http://127.0.0.1:8080"
 WRONG_SERVER = "is another server listening there? `gateway serve` prints its URL"
 
-AWAY_PATIENCE_S = 60.0
-"""How long a request is sent again while a gateway that has answered before does not: it may be restarting."""
+PATIENCE_S = 60.0
+"""How long a request is sent again while nobody answers: the server may be starting, or starting again."""
+PROXY_STATUSES = frozenset({502, 503, 504})
+"""What a proxy answers for a gateway that is away."""
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
 """Between two tries: each pause is twice the one before, up to the second number."""
 
@@ -56,19 +60,20 @@ class NoAnswer(Unavailable):
 
 
 class Presence:
-    """Whether the gateway at `url` answers. The log gets one line when it does not and one when it does again, however
-    many requests are sent again meanwhile. `seen`: it has answered before."""
+    """Whether `server` ("the gateway at URL") answers. The log gets one line when it does not and one when it does
+    again, however many requests are sent again meanwhile. `seen`: it has answered before."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, server: str) -> None:
         self.seen = False
-        self._url = url
+        self._server = server
         self._away_since: float | None = None
 
     def answered(self) -> None:
+        again = "again" if self.seen else "now"
         self.seen = True
         since, self._away_since = self._away_since, None
         if since is not None:
-            log.warning("the gateway at %s answers again, after %.0f s", self._url, time.monotonic() - since)
+            log.warning("%s answers %s, after %.0f s", self._server, again, time.monotonic() - since)
 
     def away(self, error: Unavailable, patience_s: float) -> None:
         if self._away_since is None:
@@ -89,7 +94,10 @@ class Retry:
         self._pause_s = RETRY_FIRST_S
 
     def pause_s(self, error: Unavailable | OutOfCapacity | VersionUnknown) -> float:
-        """Seconds until the next try, since this one ended with `error`; raises it when the patience is at its end."""
+        """Seconds until the next try, since this one ended with `error`; raises it when the patience is at its end, and
+        at once when another server answers where the right one never did. Once it did, a proxy may answer for it."""
+        if isinstance(error, WrongServer) and not self.presence.seen:
+            raise error
         wait_s = max(self._pause_s, getattr(error, "retry_after_s", 0.0)) * (1 + 0.25 * _jitter.random())
         if time.monotonic() + wait_s > self._deadline:
             raise error
@@ -106,8 +114,8 @@ T = TypeVar("T")
 
 
 async def patiently(presence: Presence, send: Callable[[], Awaitable[T]]) -> T:
-    """What `send` returns, called again while a gateway that has answered before is away."""
-    retry = Retry(presence, AWAY_PATIENCE_S if presence.seen else 0.0)
+    """What `send` returns, called again while nobody answers."""
+    retry = Retry(presence, PATIENCE_S)
     while True:
         try:
             found = await send()
@@ -137,7 +145,8 @@ async def request(
     accept: str = "application/json",
     timeout_s: float,
 ) -> bytes:
-    """`body`: JSON; None makes it a GET. Raises LaminarError: Unavailable if nobody answers, else the gateway's own."""
+    """`body`: JSON; None makes it a GET. Raises LaminarError: Unavailable if nobody answers, WrongServer if another
+    server does, else the gateway's own."""
     headers = {"Accept": accept, "Content-Type": "application/json"}
     with named_errors(http, url):
         answer = await http.request(
@@ -153,6 +162,10 @@ async def request(
     return answer.content
 
 
+def _no_http(url: str, error: Exception) -> WrongServer:
+    return WrongServer(f"what answers at {url} speaks no HTTP/1.1: {error}", hint=WRONG_SERVER)
+
+
 @contextmanager
 def named_errors(http: httpx.AsyncClient | httpx.Client, url: str) -> Iterator[None]:
     """Errors of httpx in a request to the gateway at `url`, as LaminarError."""
@@ -161,6 +174,9 @@ def named_errors(http: httpx.AsyncClient | httpx.Client, url: str) -> Iterator[N
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise InvalidRequest(f"gateway address {url!r}: {error}", hint=ADDRESS) from error
     except httpx.TransportError as error:
+        cause = error.__cause__  # httpcore's; its context is h11's, unless the connection ended instead
+        if cause is not None and isinstance(cause.__context__, h11.RemoteProtocolError):
+            raise _no_http(url, error) from error
         reason = str(error) or type(error).__name__
         raise Unavailable(f"no answer from the gateway at {url}: {reason}", hint=ADDRESS) from error
     except RuntimeError as error:
@@ -202,7 +218,11 @@ async def download(
                 await exchange.ended
             finally:
                 exchange.close()  # also when the caller is cancelled: the gateway then gives the lease back
-    except (OSError, h11.RemoteProtocolError) as error:
+    except h11.RemoteProtocolError as error:
+        if not answer.status:
+            raise _no_http(url, error) from error
+        raise NoAnswer(f"the answer of the gateway at {url} is broken: {error}", hint=ADDRESS) from error
+    except OSError as error:
         silent = isinstance(error, TimeoutError) and not str(error)
         reason = f"it was silent for {timeout_s:g} s" if silent else str(error) or type(error).__name__
         raise failed(f"no answer from the gateway at {url}: {reason}", hint=ADDRESS) from error
@@ -318,7 +338,10 @@ def error_of(answer: httpx.Response, url: str) -> LaminarError:
     try:
         body = decode_json(answer.content, _ErrorAnswer).error
     except msgspec.DecodeError:
-        return Unavailable(f"{url} answered {answer.status_code} without a gateway's error body", hint=WRONG_SERVER)
+        away = answer.status_code in PROXY_STATUSES
+        return (Unavailable if away else WrongServer)(
+            f"{url} answered {answer.status_code} without a gateway's error body", hint=WRONG_SERVER
+        )
     kind = BY_CODE.get(body.code or "", LaminarError)
     if issubclass(kind, OutOfCapacity):
         return kind(body.message, retry_after_s=_seconds(answer.headers.get("Retry-After", "")))

@@ -36,6 +36,7 @@ from paramserver.client import (
 )
 from protos.access.credentials import credentials_in
 from protos.errors import InvalidRequest, UnknownModel, VersionLost
+from trainer_client.gateway_http import Presence, patiently
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.old_run import OnOldRun, check_on_old_run, meet
 from trainer_client.run_state import RunState
@@ -147,8 +148,8 @@ class AsyncPublisher(AsyncClient):
         sealed already.
 
         Raises InvalidRequest for a tensor that cannot be published, TooLarge for a version larger than the pool,
-        Conflict for another publisher of this model or for differing names, and Unavailable when the relay or etcd
-        does not answer.
+        Conflict for another publisher of this model or for differing names, and Unavailable when the relay (for a
+        minute at the first publish) or etcd does not answer.
         """
         arguments = PublishArguments.of(options, self.wait)
         sources = sources_of(renamed(tensors, arguments.names), check_nan=arguments.check_nan, dtype=dtype)
@@ -226,9 +227,9 @@ class AsyncPublisher(AsyncClient):
         self.state.saw(ticket.version, ticket.step)
 
     async def _reach(self) -> None:
-        """A wrong address fails at once. For a relay that is lost later a publish waits."""
+        """Waits for a relay that starts later; a server that is no relay fails at once."""
         if not self._reached:
-            await self._relay.status()
+            await patiently(Presence(f"the relay at {self._relay.address}"), self._relay.status)
             if self._rank.index == 0 and self.state.earlier_run is None:
                 await self._meet_old_run()
             self._reached = True

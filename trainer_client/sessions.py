@@ -6,8 +6,9 @@
 
 Invariants:
 - a session whose block ends is finished or abandoned: an exception abandons it, and so does an end without `finish`;
-- a request is sent again while the gateway is away or has no room, for `patience_s`; one that it refuses is not. So a
-  session outlives the restart of a gateway with `--data`, its model calls included;
+- a request is sent again while the gateway is away or has no room, for `patience_s`; one that it refuses is not, nor is
+  one that another server answers. So a session outlives the restart of a gateway with `--data`, its model calls
+  included;
 - a request that was carried out, and whose answer was lost, has no second effect: the gateway answers a repeated finish
   or abandon as the first one, and a session whose name was drawn here is abandoned and opened anew. For a name that the
   caller chose nothing proves whose the session is: the Conflict is raised, and the session left alone;
@@ -34,8 +35,17 @@ import msgspec
 
 from protos.access.bearer import bearer
 from protos.decoding import decode_json
-from protos.errors import Conflict, InvalidRequest, LaminarError, Misdirected, NotFound, OutOfCapacity, Unavailable
-from trainer_client.gateway_http import WRONG_SERVER, Presence, Retry, error_of, named_errors, request
+from protos.errors import (
+    Conflict,
+    InvalidRequest,
+    LaminarError,
+    Misdirected,
+    NotFound,
+    OutOfCapacity,
+    Unavailable,
+    WrongServer,
+)
+from trainer_client.gateway_http import PATIENCE_S, WRONG_SERVER, Presence, Retry, error_of, named_errors, request
 from trainer_client.rewards import number
 
 if TYPE_CHECKING:  # of the extra `envs`: imported where a session's client is asked for
@@ -43,7 +53,6 @@ if TYPE_CHECKING:  # of the extra `envs`: imported where a session's client is a
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 120.0
 ABANDON_PATIENCE_S = 20.0
 """For an abandon, which the gateway's idle limit does as well."""
 CALL_TIMEOUT_S = 1800.0
@@ -217,7 +226,7 @@ class _Gateway:
         return Retry(self._presence(gateway), patience_s)
 
     def _presence(self, gateway: str) -> Presence:
-        return self._presences.setdefault(gateway, Presence(gateway))
+        return self._presences.setdefault(gateway, Presence(f"the gateway at {gateway}"))
 
 
 def _made(answer: Mapping[str, Any]) -> Made:
@@ -228,7 +237,7 @@ def _decoded(answer: bytes, url: str) -> dict[str, Any]:
     try:
         return decode_json(answer, dict[str, Any])
     except msgspec.DecodeError as error:
-        raise Unavailable(f"{url} answered with something else: {error}", hint=WRONG_SERVER) from error
+        raise WrongServer(f"{url} answered with something else: {error}", hint=WRONG_SERVER) from error
 
 
 def _new_name() -> str:

@@ -7,7 +7,7 @@ with PromptPool("http://127.0.0.1:8080") as pool:
         pool.curriculum(lambda result: -abs(result.mean_reward - 0.5))
 
 Invariants:
-- every request may be sent again, so each is, while a gateway that has answered before is away;
+- every request may be sent again, so each is, while the gateway is away;
 - tasks are added in batches, in the order of the source, without holding more than one batch;
 - the curriculum's function runs in the trainer's process; the gateway gets numbers.
 """
@@ -26,7 +26,7 @@ import msgspec
 
 from protos.access.bearer import bearer
 from protos.decoding import decode_json
-from protos.errors import InvalidRequest, Unavailable
+from protos.errors import InvalidRequest, WrongServer
 from trainer_client.gateway_http import WRONG_SERVER, Presence, patiently, request
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.rewards import number
@@ -130,7 +130,7 @@ class AsyncPromptPool(AsyncClient):
         self._timeout_s = timeout_s
         # A cluster-internal address, never a proxy.
         self._http = httpx.AsyncClient(trust_env=False, headers=bearer(api_key))
-        self._presence = Presence(self._url)
+        self._presence = Presence(f"the gateway at {self._url}")
         self._seen = 0  # the number of the last result that the curriculum has used
 
     async def close(self) -> None:
@@ -205,7 +205,7 @@ class AsyncPromptPool(AsyncClient):
             try:
                 return decode_json(raw, answer)
             except msgspec.DecodeError as error:
-                raise Unavailable(
+                raise WrongServer(
                     f"{self._url}{path} answered with something else: {error}", hint=WRONG_SERVER
                 ) from error
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from paramserver.client import RelayClient
+from paramserver.client import RelayClient, RelayStatus
 from protos.errors import Conflict, InDoubt, InvalidRequest, LaminarError, NotFound, TooLarge, Unavailable, UnknownModel
 from tests.support.processes import Daemon, start
 from trainer_client import AsyncPublisher, Publisher, Ticket
@@ -328,7 +328,26 @@ def test_what_is_no_address_is_told_the_form(address: str) -> None:
         Publisher(address).publish({"w": torch.ones(2)}, step=1)
 
 
-def test_a_wrong_port_is_named(port: int) -> None:
+def test_a_relay_that_starts_after_the_trainer_is_waited_for(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, tries = RelayClient.status, iter(range(2))
+
+    async def late(relay: RelayClient) -> RelayStatus:
+        if next(tries, None) is not None:
+            raise Unavailable(f"no relay answers at {relay.address}")
+        return await status(relay)
+
+    monkeypatch.setattr(RelayClient, "status", late)
+    with Publisher(tier.address(0), "early") as publisher:
+        assert publisher.publish({"w": torch.ones(2)}, step=1).version == 1
+    away, back = [record.message for record in caplog.records if record.name == "trainer_client.gateway_http"]
+    assert away == f"no relay answers at {tier.address(0)}; trying again for 60 s"
+    assert f"the relay at {tier.address(0)} answers now" in back
+
+
+def test_a_wrong_port_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
     with (
         Publisher(f"127.0.0.1:{port}", timeout_s=2.0) as publisher,
         pytest.raises(Unavailable, match=str(port)),
@@ -336,13 +355,15 @@ def test_a_wrong_port_is_named(port: int) -> None:
         publisher.publish({"w": torch.ones(2)}, step=1)
 
 
-def test_a_port_that_is_not_a_relays_grpc_port_is_named(tier: Tier) -> None:
+def test_a_port_that_is_not_a_relays_grpc_port_is_named(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
     data_port = tier.relays[0].ready["data"]
     with Publisher(data_port, timeout_s=1.0) as publisher, pytest.raises(LaminarError, match=data_port):
         publisher.publish({"w": torch.ones(2)}, step=1)
 
 
-def test_a_port_that_never_answers_does_not_hang() -> None:
+def test_a_port_that_never_answers_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with Publisher(address, timeout_s=0.5) as publisher, pytest.raises(Unavailable, match=address):

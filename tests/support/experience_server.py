@@ -43,8 +43,8 @@ class ExperienceServer:
     answer: Callable[[], web.Response] | None = None  # makes what is answered instead of all that
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Self]:
-        """Serves on a free port; `url` says where."""
+    async def running(self, port: int = 0) -> AsyncIterator[Self]:
+        """Serves on a free port, or on `port`; `url` says where."""
         app = web.Application()
         app.router.add_get("/experience/statistics", statistics)
         app.router.add_post("/experience/sample", self.sample)
@@ -52,7 +52,7 @@ class ExperienceServer:
         app.router.add_post("/experience/release", self.release)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
         yield self
         await runner.cleanup()

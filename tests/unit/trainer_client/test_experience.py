@@ -13,7 +13,16 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from protos.errors import Conflict, InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable, VersionUnknown
+from protos.errors import (
+    Conflict,
+    InvalidRequest,
+    LaminarError,
+    NotFound,
+    OutOfCapacity,
+    Unavailable,
+    VersionUnknown,
+    WrongServer,
+)
 from tests.support.experience_server import ExperienceServer, error_response, statistics
 from tests.support.trajectories import make_trajectory
 from tests.unit.gateway_store.disk import until
@@ -203,7 +212,7 @@ async def test_an_acknowledgement_whose_answer_was_lost_is_asked_for_again(
 async def test_a_batch_whose_answer_was_lost_is_given_back_and_sampled_again(
     gateway: ExperienceServer, reader: AsyncExperienceReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
+    monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
     gateway.samples_lost = 1
     with pytest.raises(Unavailable, match="no answer from the gateway"):
         await reader.sample(trajectories=4)
@@ -217,7 +226,7 @@ async def test_a_batch_whose_answer_was_lost_is_given_back_and_sampled_again(
 async def test_a_batch_whose_answer_was_lost_is_given_back_once_the_gateway_answers(
     gateway: ExperienceServer, reader: AsyncExperienceReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
+    monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
     monkeypatch.setattr("trainer_client.unanswered.RETRY_S", 0.01)
     gateway.samples_lost, gateway.releases_refused = 1, 3
     with pytest.raises(Unavailable):
@@ -230,7 +239,7 @@ async def test_a_batch_whose_answer_was_lost_is_given_back_once_the_gateway_answ
 async def test_a_reader_that_closes_gives_back_what_it_got_no_answer_of(
     gateway: ExperienceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
+    monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
     gateway.samples_lost = 1
     async with AsyncExperienceReader(gateway.url) as reader:
         with pytest.raises(Unavailable):
@@ -250,18 +259,10 @@ async def test_a_sample_that_nobody_waits_for_any_more_is_given_back(
     assert gateway.stock == TRAJECTORIES
 
 
-async def test_what_never_reached_the_gateway_is_not_given_back(port: int, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "trainer_client.unanswered")
-    async with AsyncExperienceReader(f"http://127.0.0.1:{port}") as reader:
-        with pytest.raises(Unavailable):
-            await reader.sample(trajectories=1)
-    assert not caplog.records
-
-
 async def test_a_reader_whose_gateway_stays_away_closes_all_the_same(
     gateway: ExperienceServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
+    monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
     monkeypatch.setattr("trainer_client.unanswered.CLOSE_S", 0.01)
     gateway.samples_lost, gateway.releases_refused = 1, 1000
     async with AsyncExperienceReader(gateway.url) as reader:
@@ -325,7 +326,7 @@ async def test_a_loop_waits_for_a_gateway_that_is_started_again(
         assert not pending.done()
         gateway.answer = None
         assert (await pending).trajectories == (TRAJECTORIES[1],)
-        monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
+        monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
         gateway.answer = partial(error_response, 503, "the gateway is shutting down", "unavailable")
         with pytest.raises(Unavailable, match="shutting down"):
             await anext(batches)
@@ -356,10 +357,31 @@ async def test_a_sample_and_its_acknowledgement_survive_what_a_loop_survives_and
     assert "the gateway is shutting down" in away[0]
 
 
-async def test_a_loop_whose_gateway_was_never_there_ends_at_once(port: int) -> None:
+async def test_a_gateway_that_starts_after_the_trainer_is_waited_for(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.RETRY_MAX_S", 0.01)
+    async with AsyncExperienceReader(f"http://127.0.0.1:{port}") as reader, asyncio.timeout(60):
+        pending = asyncio.ensure_future(anext(reader.batches(trajectories=1)))
+        await until(lambda: bool(caplog.records), "a warning")
+        async with ExperienceServer(TRAJECTORIES).running(port):
+            assert (await pending).trajectories == (TRAJECTORIES[0],)
+            await reader.close()
+    away, back = [record.message for record in caplog.records]
+    assert f"no answer from the gateway at http://127.0.0.1:{port}" in away
+    assert "trying again for 60 s" in away
+    assert f"the gateway at http://127.0.0.1:{port} answers now" in back
+
+
+async def test_a_gateway_that_never_starts_is_named_once_and_at_the_end(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 1.0)
+    caplog.set_level("DEBUG", "trainer_client.unanswered")
     async with AsyncExperienceReader(f"http://127.0.0.1:{port}") as reader:
-        with pytest.raises(Unavailable, match="no answer from the gateway"):
-            await asyncio.wait_for(anext(reader.batches(trajectories=1)), 30)
+        with pytest.raises(Unavailable, match=rf"127.0.0.1:{port}.*gateway serve"):
+            await reader.sample(trajectories=1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "nothing was leased, so nothing goes back"
 
 
 async def test_the_synchronous_face_does_the_same(gateway: ExperienceServer) -> None:
@@ -411,14 +433,21 @@ async def test_break_gives_the_last_batch_back_at_once(gateway: ExperienceServer
         (lambda: error_response(503, "no store", "unavailable"), Unavailable, "no store"),
         (lambda: error_response(500, "bug", None), LaminarError, "bug"),
         (lambda: error_response(418, "odd", "teapot"), LaminarError, "odd"),
-        (lambda: web.Response(status=404, text="<html>"), Unavailable, "answered 404.*another server"),
-        (lambda: web.Response(text="hello"), Unavailable, "something else than a batch.*another server"),
-        (lambda: web.Response(body=msgspec.msgpack.encode({"lease_id": 1})), Unavailable, "something else"),
+        (lambda: web.Response(status=503, text="<html>"), Unavailable, "answered 503"),
+        (lambda: web.Response(status=404, text="<html>"), WrongServer, "answered 404.*another server"),
+        (lambda: web.Response(text="hello"), WrongServer, "something else than a batch.*another server"),
+        (lambda: web.Response(body=msgspec.msgpack.encode({"lease_id": 1})), WrongServer, "something else"),
     ],
 )
 async def test_errors_speak_with_the_gateways_words(
-    gateway: ExperienceServer, reader: AsyncExperienceReader, answer: Any, kind: type[LaminarError], message: str
+    gateway: ExperienceServer,
+    reader: AsyncExperienceReader,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Any,
+    kind: type[LaminarError],
+    message: str,
 ) -> None:
+    monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
     gateway.answer = answer
     with pytest.raises(kind, match=message) as caught:
         await reader.sample(trajectories=1)
@@ -475,12 +504,6 @@ async def test_a_state_names_batches_one_by_one(reader: AsyncExperienceReader) -
         reader.state_dict([batch])  # type: ignore[arg-type]
 
 
-async def test_a_wrong_port_is_named(port: int) -> None:
-    async with AsyncExperienceReader(f"http://127.0.0.1:{port}") as reader:
-        with pytest.raises(Unavailable, match=rf"127.0.0.1:{port}.*gateway serve"):
-            await reader.sample(trajectories=1)
-
-
 @pytest.mark.parametrize("url", ["127.0.0.1:8080", "ftp://host", "http://host:port"])
 async def test_an_address_that_is_no_url_is_refused(url: str) -> None:
     async with AsyncExperienceReader(url) as reader:
@@ -489,7 +512,7 @@ async def test_an_address_that_is_no_url_is_refused(url: str) -> None:
 
 
 async def test_a_gateway_that_hangs_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_client.gateway_http.AWAY_PATIENCE_S", 0.0)
+    monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
     monkeypatch.setattr(unanswered, "CLOSE_S", 0.1)  # in which it asks whether it got a lease after all
     released = asyncio.Event()
 

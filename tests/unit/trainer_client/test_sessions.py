@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protos.errors import Conflict, InvalidRequest, Unavailable
+from protos.errors import Conflict, InvalidRequest, Unavailable, WrongServer
 from tests.support.scripted_engine import MODEL, ScriptedEngine
 from tests.unit.gateway_api.test_status import gateway
 from trainer_client import AsyncExperienceReader, AsyncSessions, Sessions, Trajectory
@@ -186,17 +186,38 @@ async def test_openai_is_named_where_it_is_missing(scene: Scene, monkeypatch: py
     assert "/v1" in await scene.play(work)
 
 
-async def test_a_server_that_is_no_gateway_is_named() -> None:
-    server = await asyncio.start_server(_says_hello, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with server, AsyncSessions(f"http://127.0.0.1:{port}", patience_s=0.0) as sessions:
-        with pytest.raises(Unavailable, match="is another server listening there"):
+OTHERS = {
+    "another web server": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello", "something else"),
+    "an engine": (b'HTTP/1.1 404 Not Found\r\nContent-Length: 22\r\n\r\n{"detail":"Not Found"}', "answered 404"),
+    "a relay": (b"\0\0\x06\x04\0\0\0\0\0\0\x05\0\0@\0", "speaks no HTTP/1.1"),  # SETTINGS of HTTP/2
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+async def test_a_server_that_is_no_gateway_is_named_at_once(other: str, caplog: pytest.LogCaptureFixture) -> None:
+    answer, why = OTHERS[other]
+
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answers, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    named = rf"{url}.*{why}.*is another server listening there"
+
+    def opens() -> None:
+        with Sessions(url, MODEL) as client, pytest.raises(WrongServer, match=named):
+            client.open()
+
+    async with server, AsyncSessions(url) as sessions, AsyncExperienceReader(url) as reader:
+        with pytest.raises(WrongServer, match=named):
             async with sessions.open():
                 raise AssertionError("nothing was opened")
-
-
-async def _says_hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await reader.readuntil(b"\r\n\r\n")
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello")
-    await writer.drain()
-    writer.close()
+        await asyncio.to_thread(opens)
+        with pytest.raises(WrongServer, match=named):
+            await reader.sample(trajectories=1)
+        with pytest.raises(WrongServer, match=rf"{url}.*is another server listening there"):
+            await reader.peek(trajectories=1)
+    assert not caplog.records, "nothing is sent again"

@@ -26,16 +26,15 @@ from typing import Any
 import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from protos.errors import InvalidRequest, LaminarError, Unavailable
+from protos.errors import InvalidRequest, LaminarError
 from protos.trajectories import Trajectory
 from trainer_client import Batch, ExperienceReader
-from trainer_client.gateway_http import Presence, Retry
 from trainer_client.integrations.ending import at_sigterm, forget
 from trainer_client.integrations.rollouts import Agent, Planned, RolloutFailed, Rollouts
 from trainer_client.integrations.rows import Row, advantages_of, row_of
 from trainer_client.integrations.trl.transfer import LaminarWeightTransfer
 from trainer_client.integrations.versions import VersionMap
-from trainer_client.sessions import PATIENCE_S, Sessions, Stopped
+from trainer_client.sessions import Sessions, Stopped
 
 log = logging.getLogger(__name__)
 
@@ -275,22 +274,14 @@ class _Life:
             except LaminarError as error:
                 log.warning("a group of %d comes back when its lease ends: %s", len(batch), error)
         self._rollouts.close()  # after the leases: it waits for the agents
+        self._reader.close()  # also ends the wait of `_take_back` for a gateway that is away
         self._groups.join()
-        self._reader.close()
         self._client.close()
 
     def _take_back(self) -> None:
         """What a worker of this name had leased when its process died."""
-        retry = Retry(Presence(self._client.url), PATIENCE_S)
-        while not self._client.stop.is_set():
-            try:
-                returned = self._reader.resume()
-            except Unavailable as error:
-                self._client.stop.wait(retry.pause_s(error))
-            else:
-                if returned:
-                    log.warning("%d trajectories that an earlier worker had leased are given back", returned)
-                return
+        if returned := self._reader.resume():
+            log.warning("%d trajectories that an earlier worker had leased are given back", returned)
 
     def _play_groups(self) -> None:
         try:
@@ -303,7 +294,8 @@ class _Life:
                     return
                 self._play(group)
         except BaseException as error:  # noqa: BLE001 (check_health raises it in TRL's thread)
-            self._worker._end_with(error)
+            if not self._client.stop.is_set():
+                self._worker._end_with(error)
 
     def _play(self, group: _Group) -> None:
         running = self._rollouts.start(self._worker._planned(group), self._worker._sampling)
