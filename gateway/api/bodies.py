@@ -15,7 +15,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
@@ -44,6 +44,11 @@ takes some 0.6 ns a byte, for text, ids and small objects alike."""
 OBJECT_BYTES, LIST_BYTES, STRING_BYTES, NUMBER_BYTES = 180, 68, 60, 4
 """Of CPython 3.11: an object of up to five fields, an empty list, a short string; of a number, each of its digits and
 the comma behind it, since short ones are shared."""
+KEY_BYTES = 200
+"""What a key takes besides its text: some 100 bytes in an object of many, and twice their time to find its place."""
+TEXTS_BYTES_MAX = 16 << 20
+"""What JSON that is text of a body may take decoded. Python's own parser reads it, in one call, and two to three times
+as long as the body's takes."""
 ESCAPE_BYTES = 4
 """What decoding an escape takes longer than a byte of text."""
 NULLS_BYTES_MAX = 1 << 20
@@ -139,12 +144,31 @@ async def within(request: web.Request, raw: bytes, work: Callable[[], T]) -> T:
 
 
 def check_decoded(raw: bytes, most: int) -> None:
-    """Raises BodyTooLarge for JSON that may take more than `most` bytes decoded: its values by their number, text by
-    the widest of its characters, since one of them widens its whole string. It works in pieces."""
-    if len(raw) * OBJECT_BYTES <= most:
+    """Raises BodyTooLarge for JSON that may take more than `most` bytes decoded."""
+    if len(raw) * OBJECT_BYTES > most and _decoded_bytes(raw, most) > most:
+        raise BodyTooLarge(
+            f"the body of {len(raw)} bytes would take more than {most >> 20} MiB decoded, by its texts' length and "
+            "its values' number",
+            hint="send less at once, or start the gateway with a higher --body-bytes-max",
+        )
+
+
+def check_texts(what: str, texts: Sequence[str]) -> None:
+    """Raises BodyTooLarge for texts, named by `what`, that as JSON may take too much decoded, all together."""
+    if sum(map(len, texts)) * OBJECT_BYTES <= TEXTS_BYTES_MAX:
         return
+    taken = 0
+    for text in texts:
+        taken += _decoded_bytes(text.encode(), TEXTS_BYTES_MAX)
+        if taken > TEXTS_BYTES_MAX:
+            raise BodyTooLarge(f"{what} would take more than {TEXTS_BYTES_MAX >> 20} MiB decoded", hint="send less")
+
+
+def _decoded_bytes(raw: bytes, most: int) -> int:
+    """About what JSON takes decoded: its values by their number, text by the widest of its characters, since one of
+    them widens its whole string. Beyond `most` only that it is more. It works in pieces."""
     taken, num_escapes, width, in_string, begin = 0, 0, 1, False, 0
-    while begin < len(raw):
+    while begin < len(raw) and taken <= most:
         piece = raw[begin : begin + _PIECE_BYTES]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # no escape is cut
             piece = raw[begin : begin + _PIECE_BYTES + 1]
@@ -157,14 +181,9 @@ def check_decoded(raw: bytes, most: int) -> None:
         parts = piece.split(b'"')
         outside = b"".join(parts[in_string::2]).translate(None, b" \t\r\n")
         in_string ^= len(parts) % 2 == 0
-        taken += outside.count(b"{") * OBJECT_BYTES + outside.count(b"[") * LIST_BYTES
+        taken += outside.count(b"{") * OBJECT_BYTES + outside.count(b"[") * LIST_BYTES + outside.count(b":") * KEY_BYTES
         taken += (len(outside) + outside.count(b",")) * NUMBER_BYTES + len(parts) // 2 * STRING_BYTES
-        if taken + len(raw) * width + num_escapes * ESCAPE_BYTES > most:
-            raise BodyTooLarge(
-                f"the body of {len(raw)} bytes would take more than {most >> 20} MiB decoded, by its texts' length and "
-                "its values' number",
-                hint="send less at once, or start the gateway with a higher --body-bytes-max",
-            )
+    return taken + len(raw) * width + num_escapes * ESCAPE_BYTES
 
 
 def answer_json(answer: object, status: int = 200) -> web.Response:

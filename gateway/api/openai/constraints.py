@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.bodies import check_texts
 from gateway.api.errors import BadField, RefusedField
 from gateway.api.openai.bodies import ChatRequest, CompletionRequest
 from gateway.api.openai.forced import JSON_OBJECTS, CallForm, can_force, structural_tag
@@ -72,6 +73,7 @@ def _structured(body: ChatRequest | CompletionRequest) -> Constraint:
 def _schema_text(schema: dict[str, Any] | str) -> str:
     if isinstance(schema, dict):
         return _json(schema)
+    check_texts("`structured_outputs.json`", [schema])
     try:
         decode_json(schema, dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as e:

@@ -44,6 +44,7 @@ class Parser:
         """
         model = requests.find_model(body.model, self._turns.models())
         messages = requests.in_order_of_calls(messages or requests.chat_messages(body.messages))
+        requests.check_arguments(messages)
         requests.check_continued(body, messages)
         tools = requests.chat_tools(body, self._codec.tool_format)
         kwargs, shape = body.chat_template_kwargs, requests.chat_shape(body)

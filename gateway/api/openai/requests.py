@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.api.bodies import Number, decode, in_range
+from gateway.api.bodies import Number, check_texts, decode, in_range
 from gateway.api.calls.answer import AnswerShape
 from gateway.api.errors import BadField, ContextExceeded, RefusedField
 from gateway.api.openai.bodies import (
@@ -84,6 +84,13 @@ def chat_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     if not messages:
         raise BadField("messages", "`messages` is empty", hint="send at least one message")
     return [_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def check_arguments(messages: Sequence[Message]) -> None:
+    """Raises BodyTooLarge for calls whose arguments, where they are text, would take too much decoded."""
+    calls = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+    texts = [function["arguments"] for function in calls if isinstance(function.get("arguments"), str)]
+    check_texts("the arguments of the calls", texts)
 
 
 def _chat_message(message: ChatMessage, path: str) -> Message:

@@ -177,6 +177,20 @@ CHAT = b'{"model":"policy","messages":[{"role":"user","content":'
 MESSAGE = b'{"role":"user","content":"x"}'
 BODY_BYTES = 31 << 20
 TOO_LARGE, TOO_LONG = (413, b"too_large"), (400, b"context_length_exceeded")
+
+
+def keys(field: str, num: int, more: str = "") -> bytes:
+    """An object of so many keys, as a field of a body."""
+    return b'{%s"%s":{%s}}' % (more.encode(), field.encode(), b",".join(b'"%d":1.5' % number for number in range(num)))
+
+
+def call(arguments: bytes) -> bytes:
+    """A chat with a call of these arguments."""
+    function = b'{"name":"get","arguments":"%s"}' % arguments.replace(b'"', b'\\"')
+    answer = b'{"role":"assistant","tool_calls":[{"id":"c","type":"function","function":%s}]}' % function
+    return CHAT + b'"x"},%s,{"role":"tool","tool_call_id":"c","content":"x"}]}' % answer
+
+
 BODIES: dict[str, tuple[Callable[[], bytes], tuple[int, bytes]]] = {
     "63 MiB": (lambda: CHAT + b'"' + b"x" * (63 << 20) + b'"}]}', TOO_LARGE),
     "one text": (lambda: CHAT + b'"' + b"x" * BODY_BYTES + b'"}]}', TOO_LONG),
@@ -190,6 +204,13 @@ BODIES: dict[str, tuple[Callable[[], bytes], tuple[int, bytes]]] = {
         lambda: b'{"model":"policy","messages":[' + b",".join([MESSAGE] * 700_000) + b"]}",
         TOO_LARGE,
     ),
+    "a call of a long list": (lambda: call(b'{"a":[' + b"1234567," * 2_000_000 + b"1]}"), TOO_LARGE),
+    "a call of as long a list as is taken": (lambda: call(b'{"a":[' + b"1234567," * 380_000 + b"1]}"), TOO_LONG),
+    "a schema in text": (
+        lambda: CHAT + b'"x"}],"structured_outputs":{"json":"[' + b"1234567," * 2_000_000 + b'1]"}}',
+        TOO_LARGE,
+    ),
+    "biases": (lambda: keys("logit_bias", 200_000, CHAT.decode() + '"x"}],'), TOO_LARGE),
     "as many lists as are taken": (
         lambda: CHAT + b'"x"}],"metadata":{"a":[' + b"[]," * 400_000 + b"1]}}",
         (200, b"prompt_tokens"),
@@ -221,6 +242,30 @@ async def test_a_large_body(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             collector.cancel()
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "more"),
+    [
+        ("/sessions/s/finish", "metrics", '"reward":1,'),
+        ("/sessions/s/finish", "leaves", '"reward":1,'),
+        ("/tasks/priorities", "priorities", ""),
+    ],
+)
+@pytest.mark.parametrize(("num", "status"), [(130_000, 400), (400_000, 413)])
+async def test_a_body_of_many_keys(
+    path: str, field: str, more: str, num: int, status: int, place: tuple[Gateway, aiohttp.ClientSession]
+) -> None:
+    _, http = place
+    async with http.post("/sessions", json={"session_id": "s"}) as made:
+        assert made.status == 200
+    body = keys(field, num, more)
+
+    async def asked(_: int) -> None:
+        async with http.post(path, data=io.BytesIO(body)) as answer:
+            assert answer.status == status, await answer.text()
+
+    assert await shortest(asked) < HOLD_S_MAX
+
+
 def test_every_route_reads_its_body_where_it_is_bounded() -> None:
     for path in sorted(Path("gateway/api").rglob("*.py")):
         text = path.read_text()
@@ -246,8 +291,10 @@ BOUND = 40 << 20
         (b'["' + b"\\u2019" + b"x" * (BOUND // 2 - 4096) + b'"]', True),
         (b'["' + b"\\ud83d\\ude00" + b"x" * (BOUND // 3) + b'"]', False),
         (b"[" + b"{}," * (BOUND // 300) + b"{}]", True),
+        (keys("a", 130_000), True),
+        (keys("a", 160_000), False),
     ],
-    ids=range(11),
+    ids=range(13),
 )
 def test_a_body_is_priced_by_what_it_takes_decoded(raw: bytes, kept: bool) -> None:
     for shift in range(3):  # wherever the pieces end
