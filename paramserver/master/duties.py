@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from paramserver.background import FailureLog
 from paramserver.client.relay import RelayClient
+from paramserver.core import access
 from paramserver.core import view as keys
 from paramserver.core.records import Ended, Epoch, Member, check_model_name
 from paramserver.master.claims import RunClaims
@@ -114,7 +115,7 @@ class MasterDuties:
         check_model_name(model)
         view = self._view
         if not begins and model not in view.models:
-            raise self.unknown(model)
+            raise self.unknown(model, f"only a caller with the role {access.PUBLISH.needs} begins one")
         deadline = time.monotonic() + LOCATE_S
         if model not in view.models and len(view.models) >= MODELS_MAX:
             raise OutOfCapacity(
@@ -142,9 +143,9 @@ class MasterDuties:
             await asyncio.sleep(LOCATE_POLL_S)
         return view.masters[model].master.name
 
-    def unknown(self, model: str) -> UnknownModel:
+    def unknown(self, model: str, why: str = "") -> UnknownModel:
         known = ", ".join(sorted(self._view.models)) or "none"
-        return UnknownModel(f"no model {model!r} here", hint=f"known: {known}")
+        return UnknownModel(f"no model {model!r} here", hint=f"known: {known}{f'; {why}' if why else ''}")
 
     async def settle(self, model: str) -> None:
         """Ends what an earlier master announced and never sealed, after reading the registry anew; once in each epoch.

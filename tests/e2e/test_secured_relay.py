@@ -13,7 +13,7 @@ import paramserver.cli
 from paramserver.client import RelayClient, publish
 from paramserver.credentials.fleet import Fleet
 from protos.access.credentials import CREDENTIALS_VARIABLE, Credentials
-from protos.errors import Forbidden
+from protos.errors import Forbidden, UnknownModel
 from tests.support.processes import Daemon
 from tests.support.relays import Relays, until
 from tests.support.weights import Arrays, source_of, weights
@@ -89,8 +89,12 @@ async def test_who_may_not_is_told_what_would(relays: Relays, fleet: Path) -> No
     daemon = relays.start("a", "--credentials", str(fleet / "relay"))
     address = daemon.ready["grpc"]
     async with client(address, fleet / "reader") as reader:
-        with pytest.raises(Forbidden, match=r"reader reader does not allow: claim a run.*trainer or admin"):
+        with pytest.raises(UnknownModel, match="known: none; only a caller with the role trainer or admin begins one"):
             await publish(reader, MODEL, source_of(weights(1)), step=1, run="r")
+        async with client(address, fleet / "trainer") as trainer:
+            await (await publish(trainer, MODEL, source_of(weights(1)), step=1, run="r")).wait_all(120.0)
+        with pytest.raises(Forbidden, match=r"reader reader does not allow: claim a run.*trainer or admin"):
+            await publish(reader, MODEL, source_of(weights(2)), step=2, run="r")
     refused = await run(address, "drop", "--model", MODEL, holder=fleet / "trainer")
     assert refused.exit_code == 1
     assert "error: the certificate of trainer trainer does not allow: end a model" in refused.output

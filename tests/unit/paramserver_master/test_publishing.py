@@ -414,7 +414,10 @@ async def test_there_are_only_so_many_models(host: Host, monkeypatch: pytest.Mon
 async def test_who_may_not_publish_begins_no_model_by_asking_for_its_master(world: World, host: Host) -> None:
     await host.publish()
     assert await host.duties.locate(MODEL, begins=False) == "a"
-    with pytest.raises(UnknownModel, match=r"no model 'typo' here \(known: policy\)"):
+    with pytest.raises(
+        UnknownModel,
+        match=r"\(known: policy; only a caller with the role trainer or admin begins one\)",
+    ):
         await host.duties.locate("typo", begins=False)
     assert not [key for key in world.store.keys if "typo" in key]
 
