@@ -79,6 +79,13 @@ class Outcome:
         object.__setattr__(self, "metrics", metrics)
 
 
+def outcome_of(value: object) -> Outcome:
+    """What an environment returned, or gave to a seat. TypeError for anything but an Outcome."""
+    if not isinstance(value, Outcome):
+        raise TypeError(f"the environment gave {value!r:.80} where an Outcome is needed, such as Outcome(1.0)")
+    return value
+
+
 def _finite(what: str, value: float) -> float:
     try:
         number = float(value)

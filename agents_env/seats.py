@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agents_env.environment import Chat, Outcome
+from agents_env.environment import Chat, Outcome, outcome_of
 from agents_env.runner.phases import Phases
 from agents_env.server import Server, Session, SessionSpec
 
@@ -38,6 +38,7 @@ class GatewaySeats:
 
     async def leave(self, name: str, outcome: Outcome) -> None:
         """Raises RolloutFailed. A player that had no turn has no trajectory to reward: its session is abandoned."""
+        outcome = outcome_of(outcome)
         session = self._taken.pop(name)
         if session.usage.turns:
             await self._server.finish(session, outcome)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Generic, TextIO
 
-from agents_env.environment import Environment, MatchEnvironment, Outcome, SelfCallingEnvironment, TaskT
+from agents_env.environment import Environment, MatchEnvironment, Outcome, SelfCallingEnvironment, TaskT, outcome_of
 from agents_env.failures import Boundary, RolloutFailed, RunFailed
 from agents_env.runner.journal import Journal
 from agents_env.runner.phases import Phases, PhaseTimedOut
@@ -200,16 +200,19 @@ class Runner(Generic[TaskT]):
 
     async def _judge(self, sample: Sample[TaskT], session: Session, spec: SessionSpec) -> Outcome:
         """The environment's outcome; other exceptions than RolloutFailed are attributed to the environment."""
-        phases = Phases(self.plan.limits)
+        phases, chat = Phases(self.plan.limits), self._server.chat(session)
         try:
             async with phases.limited():
+                outcome: object  # an environment may be anybody's, so its annotations prove nothing
                 if isinstance(self._environment, SelfCallingEnvironment):
                     access = self._server.access(session, sample.sample_index)
-                    return await self._environment.play(sample.task, access)
-                chat = phases.chat(self._server.chat(session))
-                if isinstance(self._environment, MatchEnvironment):
-                    return await self._environment.match(sample.task, chat, GatewaySeats(self._server, spec, phases))
-                return await self._environment.rollout(sample.task, chat)
+                    outcome = await self._environment.play(sample.task, access)
+                elif isinstance(self._environment, MatchEnvironment):
+                    seats = GatewaySeats(self._server, spec, phases)
+                    outcome = await self._environment.match(sample.task, phases.chat(chat), seats)
+                else:
+                    outcome = await self._environment.rollout(sample.task, phases.chat(chat))
+                return outcome_of(outcome)
         except RolloutFailed as error:
             error.phase = phases.current
             raise

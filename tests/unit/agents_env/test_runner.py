@@ -204,6 +204,8 @@ class Given(Echo):
         (lambda: Outcome(np.float32("inf")), "the reward is inf"),
         (lambda: Outcome(1.0, metrics={"loss": float("nan")}), "metric 'loss' is nan"),
         (lambda: Outcome("good"), "the reward is no number: 'good'"),  # type: ignore[arg-type]
+        (lambda: 0.5, "gave 0.5 where an Outcome is needed"),
+        (lambda: None, "gave None where an Outcome is needed"),
     ],
 )
 async def test_what_is_no_finite_number_fails_its_rollout_and_leaves_no_session(outcome: Any, said: str) -> None:
