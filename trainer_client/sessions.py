@@ -284,6 +284,10 @@ class _Session:
     def _giver(self) -> str:
         return f"the agent of session {self.session_id}"
 
+    def _outcome(self, reward: float, metrics: Mapping[str, float] | None, status: Status) -> Outcome:
+        """A None is an agent's slip here: that a trainer computes the reward, `Outcome` says on purpose."""
+        return Outcome(number(reward, "the reward", self._giver), metrics or {}, status)
+
     def _client_options(self) -> dict[str, Any]:
         return {
             "base_url": self.base_url,
@@ -328,7 +332,7 @@ class Session(_Session):
     ) -> None:
         """Ends the session. When this returns its trajectories are in the experience buffer. NoNumber for a reward or
         a metric that is no finite number; the session is live then."""
-        self.client.finish(self, Outcome(reward, metrics or {}, status), self._giver)
+        self.client.finish(self, self._outcome(reward, metrics, status), self._giver)
 
     def abandon(self, reason: str) -> None:
         """Ends the session without a trajectory."""
@@ -459,7 +463,7 @@ class AsyncSession(_Session):
         self, reward: float, *, metrics: Mapping[str, float] | None = None, status: Status = "completed"
     ) -> None:
         """See `Session.finish`."""
-        outcome = Outcome(reward, metrics or {}, status)
+        outcome = self._outcome(reward, metrics, status)
         await self._client.carry_out(self._client.gateway.finished(self.made, outcome, self._giver))
         self.ended = True
 

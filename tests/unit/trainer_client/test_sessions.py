@@ -91,9 +91,12 @@ async def test_a_block_that_ends_without_a_finish_abandons_its_session_and_says_
         with pytest.raises(NoNumber, match="the agent of session s0 gave nan as the reward"):  # noqa: SIM117
             with sessions.open(session_id="s0") as session:
                 session.finish(float("nan"))
+        with pytest.raises(NoNumber, match="the agent of session s1 gave None as the reward"):  # noqa: SIM117
+            with sessions.open(session_id="s1") as session:
+                session.finish(None)  # type: ignore[arg-type]
 
     await scene.play(work)
-    assert {await scene.state(name) for name in ("forgotten", "broken", "s0")} == {"abandoned"}
+    assert {await scene.state(name) for name in ("forgotten", "broken", "s0", "s1")} == {"abandoned"}
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warned == ["session forgotten is abandoned: its block ended without finish(reward)"]
 
