@@ -55,6 +55,7 @@ from trainer_client.wanted import (
     picked,
     reader_state,
     sample_request,
+    version_number,
 )
 
 log = logging.getLogger(__name__)
@@ -129,12 +130,12 @@ class AsyncExperienceReader(AsyncClient):
         self.rank, self._num_ranks = rank, num_ranks
         check_on_old_run(on_old_run)
         self._on_old_run: OnOldRun = on_old_run
-        self._resumed = trainer_version > 0
         self._met = False  # the gateway has said which versions there are
         self._version_min = 0  # the oldest to train on
         self._first_version = 0  # that was set: the first that this trainer published, unless it resumed
         self.reader = reader
-        self._trainer_version = trainer_version
+        self._trainer_version = version_number(trainer_version)
+        self._resumed = self._trainer_version > 0
         self._leased: dict[str, Batch] = {}  # batches that loops over `batches` hold now
         self._return_lock = asyncio.Lock()
         self._unanswered = Unanswered(self._release)
@@ -152,7 +153,7 @@ class AsyncExperienceReader(AsyncClient):
 
     @trainer_version.setter
     def trainer_version(self, version: int) -> None:
-        self._trainer_version = version
+        self._trainer_version = version_number(version)
         self._first_version = self._first_version or version
 
     async def close(self) -> None:

@@ -39,7 +39,9 @@ def meet(newest: int, run: str, choice: OnOldRun) -> None:
     if (run, newest) not in _told:
         _told.add((run, newest))
         log.warning(
-            "%s; %s. To go on with that run load the checkpoint's state_dict first; to choose, pass on_old_run=",
+            "%s; %s. To go on with that run load the checkpoint's state_dict first; to choose, pass on_old_run= "
+            "(%s) to Publisher and ExperienceReader",
             found,
             THEN[choice],
+            ", ".join(map(repr, get_args(OnOldRun))),
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, SupportsIndex, TypedDict
 
 import msgspec
 
@@ -39,6 +40,16 @@ class Wanted(TypedDict, total=False):
     strategy: Strategy | Choice  # which ones, in which order; default "fifo"
     uses_max: int  # also those that were used before, if less often than this; default 1: each is used once
     lease_s: float  # the lease: how long the batch may stay unacknowledged; default 600
+
+
+def version_number(value: object) -> int:
+    """`value` as a trainer's version: an integer, whose type may be numpy's. InvalidRequest for anything else."""
+    found = operator.index(value) if isinstance(value, SupportsIndex) else -1
+    if found < 0:
+        raise InvalidRequest(
+            f"trainer_version={value!r:.80}", hint="pass `ticket.version` of a publish, or 0 before the first"
+        )
+    return found
 
 
 def sample_request(

@@ -118,6 +118,7 @@ async def test_an_old_runs_experience_is_told_of_once(
     assert len(told) == 1
     assert "there are versions to 3 of run unknown" in told[0]
     assert "the old run's experience is trained on as well" in told[0]
+    assert told[0].endswith("pass on_old_run= ('continue', 'refuse', 'discard') to Publisher and ExperienceReader")
 
 
 async def test_an_old_runs_experience_is_refused_or_left_out(

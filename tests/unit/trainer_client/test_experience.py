@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -509,6 +510,17 @@ async def test_an_address_that_is_no_url_is_refused(url: str) -> None:
     async with AsyncExperienceReader(url) as reader:
         with pytest.raises(InvalidRequest, match=r"gateway address.*http://127.0.0.1:8080"):
             await reader.sample(trajectories=1)
+
+
+@pytest.mark.parametrize("version", ["3", 3.0, -1, None])
+def test_a_trainers_version_that_is_none_is_refused_where_it_is_set(version: Any) -> None:
+    with ExperienceReader("http://127.0.0.1:1") as reader:
+        with pytest.raises(InvalidRequest, match=rf"trainer_version={version!r}.*ticket\.version"):
+            reader.trainer_version = version
+        reader.trainer_version = np.int64(3)
+        assert (reader.trainer_version, type(reader.trainer_version)) == (3, int)
+    with pytest.raises(InvalidRequest, match="trainer_version"):
+        AsyncExperienceReader("http://127.0.0.1:1", trainer_version=version)
 
 
 async def test_a_gateway_that_hangs_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
