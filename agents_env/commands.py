@@ -13,9 +13,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
 
 import click
+import msgspec
 
 from agents_env.environment import Environment, MatchEnvironment, SelfCallingEnvironment
 from agents_env.environments import code, mathematics, nim, text_games, tool_calls
@@ -27,6 +29,9 @@ from agents_env.options import SETTINGS, Startable, run_options, url
 from agents_env.sandbox.client import Sandbox, SandboxFailed
 from agents_env.sandbox.limits import Limits, SandboxRefused
 from protos.terminal import Failed
+
+PLAIN = {int, float, bool, str, NoneType}
+"""Kinds of arguments that --set is checked against."""
 
 _task_file = click.option(
     "--task-file",
@@ -258,11 +263,29 @@ def module_command(options: Startable, where: str, settings: Mapping[str, Any]) 
     options.start(_own(where, settings))
 
 
+def _check_settings(made_by: Any, settings: Mapping[str, Any]) -> None:
+    """TypeError for a value that is of another kind than the argument's annotation, where that is a plain one."""
+    try:
+        hints = get_type_hints(made_by.__init__)
+    except NameError:  # an annotation that cannot be evaluated says nothing
+        return
+    for name, value in settings.items():
+        kind = hints.get(name)
+        if kind is None or not set(get_args(kind) or (kind,)) <= PLAIN:
+            continue
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            raise TypeError(f"--set {name}={json.dumps(value)}: {error}") from error
+
+
 def _own(where: str, settings: Mapping[str, Any]) -> Environment[Any]:
     module, _, name = where.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        environment = getattr(importlib.import_module(module), name)(**settings)
+        made_by = getattr(importlib.import_module(module), name)
+        _check_settings(made_by, settings)
+        environment = made_by(**settings)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise click.UsageError(
             f"{where} makes no environment: {error}; it is MODULE:CLASS, such as my_package.my_module:MyEnvironment, "

@@ -35,6 +35,8 @@ log = logging.getLogger("agents-env")
 ABANDON_TIMEOUT_S = 3.0
 """Deadline for abandoning a session when a run is stopped."""
 CONNECT_TIMEOUT_S = 5.0
+REFUSED_STATUSES = frozenset({400, 413, 422})
+"""Of a request that is wrong in itself."""
 MESSAGE_MAX = 300
 """Characters kept of an error's message."""
 GATEWAY_HEADER = "X-Laminar-Gateway"
@@ -278,7 +280,7 @@ class Server:
                 repeatable=repeatable,
             )
         except openai.APIError as error:
-            raise _failure("session", error) from error
+            raise _failure("session", error, usage) from error
         if not isinstance(answer, dict):
             raise RolloutFailed("session", "answer", f"{what} did not answer with a JSON object")
         return answer
@@ -311,7 +313,7 @@ class SessionChat:
         try:
             answer = await with_retries(send, patience_s=self._patience_s, on_retry=usage.count_retry, rng=self._rng)
         except openai.APIError as error:
-            raise _failure("model", error) from error
+            raise _failure("model", error, usage) from error
         if not answer.choices:
             raise RolloutFailed("model", "answer", "a completion without a choice")
         choice, used = answer.choices[0], answer.usage
@@ -352,8 +354,11 @@ def _calls(message: ChatCompletionMessage) -> tuple[ToolCall, ...]:
     return tuple(ToolCall(c.id, c.function.name, c.function.arguments) for c in calls if c.type == "function")
 
 
-def _failure(boundary: Boundary, error: openai.APIError) -> RolloutFailed:
-    return RolloutFailed(boundary, *_describe(error))
+def _failure(boundary: Boundary, error: openai.APIError, usage: Usage) -> RolloutFailed:
+    """A request that is refused before the model has said anything would be refused in the next attempt, too; a later
+    one has what the model said, such as a conversation that became too long."""
+    refused = isinstance(error, openai.APIStatusError) and error.status_code in REFUSED_STATUSES and not usage.turns
+    return RolloutFailed(boundary, *_describe(error), again=not refused)
 
 
 def _describe(error: openai.APIError) -> tuple[str, str]:

@@ -122,9 +122,11 @@ class Runner(Generic[TaskT]):
                 break
             if number + 1 < self._source.attempts:
                 await asyncio.sleep(ATTEMPT_PAUSE_S * (number + 1))
+        assert failure is not None  # there is one attempt at least
         if await self._source.failed(sample, str(failure)):
             self._tally.give_up(sample.group_id)
-            log.warning(
+            log.log(
+                logging.WARNING if failure.again else logging.DEBUG,  # else its only failure was told of
                 "sample %d of %s given up after %d attempts",
                 sample.sample_index,
                 sample.group_id,
@@ -272,10 +274,12 @@ class Runner(Generic[TaskT]):
         return record
 
     def _add(self, record: Record) -> None:
+        told = self._tally.last_error if self._tally.failed_in_a_row else ""
         self._tally.add(record)
         if record.error is not None:
+            level = logging.DEBUG if told == str(record.error) else logging.WARNING  # the progress counts them
             about = {"session": record.session_id}
-            log.warning("rollout %s failed: %s", record.session_id, record.error, extra=about)
+            log.log(level, "rollout %s failed: %s", record.session_id, record.error, extra=about)
         if self._on_record is not None:
             self._on_record(record)
         if self._out is not None:

@@ -76,6 +76,16 @@ def test_what_is_no_environment_is_named(where: str, said: str) -> None:
     assert said in " ".join(result.output.replace("│", " ").split())
 
 
+def test_a_setting_of_another_kind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [program] = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.M | re.S)
+    (tmp_path / "echo_of_settings.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["run", "module", "echo_of_settings:Echo", "--set", "most=abc", "--gateway", "http://x"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert '--set most="abc": Expected `int`, got `str`' in " ".join(result.output.replace("│", " ").split())
+
+
 def test_a_task_file_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("{}")
     words = ["run", "math", "--gateway", "http://x", "--task-file", str(tmp_path / "tasks.jsonl")]

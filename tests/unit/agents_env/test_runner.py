@@ -216,6 +216,25 @@ async def test_what_is_no_finite_number_fails_its_rollout_and_leaves_no_session(
     assert all(said in line["error"]["message"] for line in lines)
 
 
+@pytest.mark.parametrize(("turns", "attempts"), [(0, 1), (1, 3)])
+async def test_a_first_call_that_is_refused_is_not_made_again_and_told_of_once(
+    turns: int, attempts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Talks(Echo):
+        async def rollout(self, task: Number, client: Chat) -> Outcome:
+            for _ in range(turns):
+                await super().rollout(task, client)
+            server.refuse["chat"].append(Refusal(400, body="max_tokens is no number"))
+            return await super().rollout(task, client)
+
+    async with serving(repeat) as server:
+        statistics, lines = await roll_out(server, plan(groups=1, concurrency=1), Talks())
+    assert [line["attempt"] for line in lines] == list(range(1, attempts + 1)) * 3
+    assert (statistics.given_up, {line["error"]["kind"] for line in lines}) == (3, {"http 400"})
+    failed = [record.message for record in caplog.records if "failed: " in record.message]
+    assert failed == ["rollout echo-r-0-0 failed: model (http 400): max_tokens is no number"]
+
+
 async def test_failures_without_end_stop_the_run_and_name_the_last() -> None:
     async with serving(repeat) as server:
         server.refuse["chat"].extend([Refusal(500, body="out of disk")] * 100)
