@@ -4,7 +4,7 @@ A template writes what it was made to write. One iterates over the parts of a co
 reads the first system message alone. So each role and shape is rendered once with a mark in place of its text: as a
 string, and where the mark is missing then, as a list of parts. A mark is one word of ASCII, which trimming and escaping
 leave as it is. What a template does with some conversations only (long ones, certain arguments or texts) no mark shows:
-so each rendering is searched for the texts that it was made from.
+so each rendering is searched for the texts that it was made from, each in a place of its own.
 
 Invariants:
 - no prompt lacks the text of one of its messages: a request that would is refused by name;
@@ -323,36 +323,74 @@ def _named(messages: Sequence[Message], position: int) -> str:
 def _lost(messages: Sequence[Message], first: int, rendered: str) -> int | None:
     """The position of the first message, from `first` on, whose text the rendering lacks.
 
-    How a role's text was escaped is tried first for its next one.
+    No two texts are found in one place: else a short one would be found within a longer one. They stand in their order,
+    but for a role that the template moves. Then either of its texts and the others may have the other within it, so
+    that it is tried which are to be placed first.
     """
-    plainly, likely = _Rendering(rendered), dict[str, Escape]()
-    places = dict.fromkeys(ESCAPES, plainly)
-    for position in range(first, len(messages)):
-        role, text = messages[position]["role"], _owed(messages[position])
-        for escape in (likely.get(role, _plain), *ESCAPES, _bare):
-            if escape not in places:
-                places[escape] = _Rendering(escape(rendered))
-            if places[escape].has(escape(text)):
-                likely[role] = escape
-                break
-        else:
-            return position
+    owed = [(at, messages[at]["role"], _owed(messages[at])) for at in range(first, len(messages))]
+    orders = [[owed]]
+    for moved in MOVED_ROLES:
+        if its := [each for each in owed if each[1] == moved]:
+            others = [each for each in owed if each[1] != moved]
+            orders += [[its, others], [others, its]]
+    if any(_not_placed(order, rendered, ESCAPES) is None for order in orders):
+        return None
+    bare = _bare(rendered)
+    lost, *others_lost = (_not_placed(order, bare, BARE_ESCAPES) for order in orders)
+    if lost is None or None in others_lost:
+        return None
+    wanted = owed[lost - first][2]
+    if any(escape(wanted) in bare for escape in BARE_ESCAPES):  # one that is lost took its place
+        within = (at for at, _, text in owed[: lost - first] if text and text in wanted and text != wanted)
+        return next(within, lost)
+    return lost
+
+
+def _not_placed(
+    order: Sequence[Sequence[tuple[int, str, str]]], rendered: str, escapes: Sequence[Escape]
+) -> int | None:
+    """The position of the first text for which there is no place behind the one before, or None. `order`: groups, each
+    of which begins anew, where no earlier one is; of a text its position, its role and itself."""
+    taken: list[tuple[int, int]] = []
+    for group in order:
+        places = _Places(rendered, taken, escapes)
+        for at, role, text in group:
+            if not places.take(role, text):
+                return at
+        taken = sorted([*taken, *places.found])
     return None
 
 
-class _Rendering:
-    """Texts mostly stand in it in their order. So each is looked for behind the one before: else a long rendering would
-    be searched from its beginning for each message."""
+class _Places:
+    """Where texts stand in a rendering, each behind the one before: so a long rendering is searched once. How a role's
+    text was escaped is tried first for its next one. `taken`: where none may stand, in order."""
 
-    def __init__(self, text: str) -> None:
-        self._text, self._at = text, 0
+    def __init__(self, rendered: str, taken: Sequence[tuple[int, int]], escapes: Sequence[Escape]) -> None:
+        self._rendered, self._taken, self._escapes = rendered, taken, escapes
+        self._likely: dict[str, Escape] = {}
+        self._at = self._passed = 0  # behind the last one, and how many of `taken` are before that
+        self.found: list[tuple[int, int]] = []
 
-    def has(self, text: str) -> bool:
-        found = self._text.find(text, self._at)
-        if found < 0 and text not in self._text:
-            return False
-        self._at = max(self._at, found + len(text))
-        return True
+    def take(self, role: str, text: str) -> bool:
+        likely = self._likely.get(role)
+        for escapes in ([likely] if likely else [], self._escapes):
+            forms = {escape(text): escape for escape in reversed(escapes)}
+            begin, form = min(((at, form) for form in forms if (at := self._find(form)) >= 0), default=(-1, ""))
+            if begin >= 0:
+                self._at, self._likely[role] = begin + len(form), forms[form]
+                if form:
+                    self.found.append((begin, self._at))
+                return True
+        return False
+
+    def _find(self, form: str) -> int:
+        while self._passed < len(self._taken) and self._taken[self._passed][1] <= self._at:
+            self._passed += 1
+        at, number = self._rendered.find(form, self._at), self._passed
+        while at >= 0 and number < len(self._taken) and self._taken[number][0] < at + len(form):
+            end = self._taken[number][1]
+            at, number = self._rendered.find(form, end) if at < end else at, number + 1
+        return at
 
 
 def _bare(text: str) -> str:
@@ -376,6 +414,9 @@ def _ascii_json(text: str) -> str:
 Escape = Callable[[str], str]
 ESCAPES: Sequence[Escape] = (_plain, _json, _ascii_json)
 """How templates write a text."""
+MOVED_ROLES = ("system", "tool")
+"""What templates write elsewhere: into the last question (Mistral), or before the text beside the call (Gemma)."""
+BARE_ESCAPES: Sequence[Escape] = (_bare, lambda text: _bare(_json(text)), lambda text: _bare(_ascii_json(text)))
 
 
 def _owed(message: Message) -> str:

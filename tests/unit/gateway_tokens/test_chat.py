@@ -88,6 +88,59 @@ def test_a_long_history_is_searched_once() -> None:
     assert Searched.searched < 5 * len(text)
 
 
+def said(*texts: str) -> Messages:
+    """Messages of one role each: `s`, `u` or `a` before the text."""
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": roles[text[0]], "content": text[2:]} for text in texts]
+
+
+LAST_OF_NEIGHBOURS = """\
+{% for m in messages %}{% if loop.last or messages[loop.index].role != m.role %}<|{{ m.role }}|>{{ m.content }}
+{% endif %}{% endfor %}"""
+FIRST_OF_NEIGHBOURS = """\
+{% for m in messages %}{% if loop.first or messages[loop.index0 - 1].role != m.role %}<|{{ m.role }}|>{{ m.content }}
+{% endif %}{% endfor %}"""
+SYSTEM_LAST = """\
+{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>
+{% if loop.last %}{% for s in messages if s.role == 'system' %}{{ s.content }} {% endfor %}{% endif %}{{ m.content }}
+{% endfor %}"""
+SYSTEM_IN_FIRST = """\
+{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>
+{{ m.content }}{% if loop.first %}{% for s in messages if s.role == 'system' %} {{ s.content }}{% endfor %}{% endif %}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize("written", ["m.content", "m.content | tojson", "m.content | indent(4)"])
+@pytest.mark.parametrize(
+    ("source", "told", "lost"),
+    [
+        (LAST_OF_NEIGHBOURS, ["u no", "u Is nothing\nwrong?"], 0),
+        (LAST_OF_NEIGHBOURS, ["u 42", "u Which is larger,\n7 or 142?"], 0),
+        (LAST_OF_NEIGHBOURS, ["u Go on.", "a Well.", "u Go on.", "u Go on.", "a Well."], 3),
+        (FIRST_OF_NEIGHBOURS, ["u Is nothing\nwrong?", "u no", "a Nothing."], 1),
+        (FIRST_OF_NEIGHBOURS, ["s Say\nno more.", "u Is it?", "u no", "a Well."], 2),
+    ],
+)
+def test_a_text_within_another_is_not_its_own(source: str, told: list[str], lost: int, written: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"message {lost} \(user\)"):
+        rendered(source.replace("m.content", written), said(*told))
+
+
+@pytest.mark.parametrize("written", ["m.content", "m.content | tojson", "m.content | indent(4)"])
+@pytest.mark.parametrize("source", [SYSTEM_LAST, SYSTEM_IN_FIRST])
+@pytest.mark.parametrize(
+    "told",
+    [
+        ["s Answer yes\nor no.", "u no", "a yes", "u no"],
+        ["s no", "u no\nway", "a no", "u no way"],
+        ["u Is it?", "a Well\n.", "s Is it? Well.", "u Is it?"],
+        ["s a", "s b\na", "u a", "a b", "u b a"],
+    ],
+)
+def test_what_the_system_says_may_be_moved(source: str, told: list[str], written: str) -> None:
+    rendered(source.replace("m.content", written), said(*told))
+
+
 def test_a_switch_that_the_template_takes_out_of_a_text_is_no_loss() -> None:
     source = "{% for m in messages %}{{ m.content | replace('/no_think', '') | trim }};{% endfor %}"
     told: Messages = [{"role": "system", "content": "/no_think"}, {**USER, "content": "What /no_think is seven?"}]
