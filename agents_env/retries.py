@@ -52,11 +52,12 @@ async def with_retries(
     request: Callable[[], Awaitable[T]],
     *,
     patience_s: float,
-    on_retry: Callable[[], None],
+    on_retry: Callable[[openai.APIError, float], None],
     rng: random.Random,
     repeatable: bool = False,
 ) -> T:
-    """The result of `request`, which is retried until `patience_s` is over; raises its last error.
+    """The result of `request`, which is retried until `patience_s` is over; raises its last error. `on_retry` gets each
+    error before, and the seconds until the next try.
 
     `repeatable`: it may have been begun, because sent twice it has the effect of once.
     """
@@ -74,6 +75,6 @@ async def with_retries(
             wait_s = backoff_s * rng.uniform(0.5, 1.0) if again.retry_after_s is None else again.retry_after_s
             if time.monotonic() + wait_s > deadline:
                 raise
-        on_retry()
+            on_retry(error, wait_s)
         await asyncio.sleep(wait_s)
         backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import random
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -42,6 +43,10 @@ MESSAGE_MAX = 300
 GATEWAY_HEADER = "X-Laminar-Gateway"
 """Of a 421: the URL of the gateway that has the session."""
 
+
+WAIT_SHOWN_S = 10.0
+"""How long the reason of a wait is shown after its next try: as long as a line of progress takes to come."""
+OnRetry = Callable[[openai.APIError, float], None]
 
 GATEWAY_KEY, SERVER_KEY = "LAMINAR_API_KEY", "OPENAI_API_KEY"
 """Variables with the key of a gateway, and of any other server."""
@@ -91,9 +96,6 @@ class Usage:
     completion_tokens: int = 0
     retries: int = 0
 
-    def count_retry(self) -> None:
-        self.retries += 1
-
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -120,6 +122,7 @@ class Server:
         self._sessions = sessions
         self._patience_s = patience_s
         self._rng = random.Random()  # jitter of retries only
+        self._wait = (0.0, "")  # until when the last reason for a wait counts
         self._openai = openai.AsyncOpenAI(
             base_url=f"{self.root}/v1",
             api_key=api_key,
@@ -133,6 +136,18 @@ class Server:
 
     async def __aexit__(self, *_: object) -> None:
         await self._openai.close()
+
+    def waits_for(self) -> str:
+        """Why a request was told to wait lately; empty where none was."""
+        until, reason = self._wait
+        return reason if time.monotonic() < until else ""
+
+    def _waits_of(self, usage: Usage) -> OnRetry:
+        def note(error: openai.APIError, wait_s: float) -> None:
+            usage.retries += 1
+            self._wait = (time.monotonic() + wait_s + WAIT_SHOWN_S, ": ".join(_describe(error)))
+
+        return note
 
     async def check(self) -> None:
         """Waits until the server answers and serves the model. RunFailed when it does not."""
@@ -149,7 +164,7 @@ class Server:
                 raise
 
         try:
-            answer = await with_retries(models, patience_s=self._patience_s, on_retry=lambda: None, rng=self._rng)
+            answer = await with_retries(models, patience_s=self._patience_s, on_retry=lambda _, __: None, rng=self._rng)
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             what = "asks for an API key" if self._openai.api_key == NO_KEY else "refuses the key"
             raise RunFailed(
@@ -235,7 +250,7 @@ class Server:
             raise
 
     def chat(self, session: Session) -> SessionChat:
-        return SessionChat(session, self.sampling, self._patience_s, self._rng)
+        return SessionChat(session, self.sampling, self._patience_s, self._rng, self._waits_of(session.usage))
 
     async def post(
         self, path: str, body: Mapping[str, Any], usage: Usage, *, repeatable: bool = False
@@ -275,7 +290,7 @@ class Server:
             answer = await with_retries(
                 send,
                 patience_s=self._patience_s,
-                on_retry=usage.count_retry,
+                on_retry=self._waits_of(usage),
                 rng=self._rng,
                 repeatable=repeatable,
             )
@@ -289,11 +304,14 @@ class Server:
 class SessionChat:
     """The `Chat` of one session, over the official OpenAI client."""
 
-    def __init__(self, session: Session, sampling: Sampling, patience_s: float, rng: random.Random) -> None:
+    def __init__(
+        self, session: Session, sampling: Sampling, patience_s: float, rng: random.Random, on_retry: OnRetry
+    ) -> None:
         self._session = session
         self._sampling = sampling
         self._patience_s = patience_s
         self._rng = rng
+        self._on_retry = on_retry
 
     async def reply(self, messages: list[Message], *, max_tokens: int, tools: Sequence[Tool] = ()) -> Reply:
         """Raises RolloutFailed."""
@@ -311,7 +329,7 @@ class SessionChat:
             )
 
         try:
-            answer = await with_retries(send, patience_s=self._patience_s, on_retry=usage.count_retry, rng=self._rng)
+            answer = await with_retries(send, patience_s=self._patience_s, on_retry=self._on_retry, rng=self._rng)
         except openai.APIError as error:
             raise _failure("model", error, usage) from error
         if not answer.choices:

@@ -35,7 +35,7 @@ async def show_log(read: Callable[[], Statistics], interval_s: float = LOG_INTER
     while True:
         await asyncio.sleep(interval_s)
         now = read()
-        if (progress := f"{now.rollouts} {now.turns} {now.failed}") != logged:
+        if (progress := f"{now.rollouts} {now.turns} {now.failed} {now.waits_for}") != logged:
             logged = progress
             log.info("%s", describe(now))
 
@@ -49,7 +49,8 @@ def describe(now: Statistics) -> str:
     )
     troubles = [("retries", now.retries), ("failed", now.failed), ("given up", now.given_up)]
     text += "".join(f", {count} {name}" for name, count in troubles if count)
-    return text + (f", {now.abandoned} abandoned" if now.abandoned else "")
+    text += f", {now.abandoned} abandoned" if now.abandoned else ""
+    return text + (f"; told to wait: {now.waits_for}" if now.waits_for else "")
 
 
 def _table(title: str, now: Statistics) -> Table:
@@ -72,6 +73,8 @@ def _table(title: str, now: Statistics) -> Table:
     }
     for name, value in rows.items():
         table.add_row(name, str(value))
+    if now.waits_for:
+        table.add_row("told to wait", now.waits_for)
     if now.last_error:
         table.add_row("last error", now.last_error)
     return table

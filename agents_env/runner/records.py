@@ -73,6 +73,7 @@ class Statistics:
     reward_recent: float | None
     seconds: float
     last_error: str
+    waits_for: str = ""  # why the server told a request to wait lately
 
 
 @dataclass(slots=True)

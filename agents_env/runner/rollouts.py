@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Generic, TextIO
 
 from agents_env.environment import Environment, MatchEnvironment, Outcome, SelfCallingEnvironment, TaskT, outcome_of
@@ -82,7 +82,8 @@ class Runner(Generic[TaskT]):
         return self.statistics()
 
     def statistics(self) -> Statistics:
-        return self._tally.statistics()
+        found = self._tally.statistics()
+        return replace(found, waits_for=self._server.waits_for()) if found.running else found
 
     async def _roll_out(self) -> None:
         try:

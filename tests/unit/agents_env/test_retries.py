@@ -70,7 +70,7 @@ def test_seconds_are_taken_as_they_are(seconds: float) -> None:
 async def send(request: Callable[[], Awaitable[str]], patience_s: float) -> tuple[str, int]:
     retries = 0
 
-    def count() -> None:
+    def count(_: openai.APIError, __: float) -> None:
         nonlocal retries
         retries += 1
 

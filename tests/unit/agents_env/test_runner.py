@@ -18,6 +18,7 @@ from agents_env.environment import Chat, Outcome
 from agents_env.environments.tool_chain import ToolChain
 from agents_env.failures import RunFailed
 from agents_env.runner import Plan, Runner, Statistics
+from agents_env.runner.progress import describe
 from agents_env.server import Sampling, Server
 from gateway.api.sessions import REASON_CHARS_MAX
 from tests.unit.agents_env.scripted_server import Refusal, ScriptedServer, perfect, serving
@@ -138,6 +139,22 @@ async def test_a_full_server_is_asked_again_when_it_said() -> None:
     assert (statistics.rollouts, statistics.failed, statistics.retries) == (6, 0, 6)
     assert sum(line["retries"] for line in lines) == 6
     assert len(server.finished) == 6
+
+
+async def test_the_progress_says_why_requests_wait() -> None:
+    async with serving(repeat) as server, Server(server.url, Sampling("policy")) as client:
+        server.refuse["chat"].append(
+            Refusal(429, {"Retry-After": "50"}, '{"error": {"message": "no engine has room"}}')
+        )
+        runner, stop = Runner(Echo(), client, plan(groups=1, group_size=1, concurrency=1)), asyncio.Event()
+        assert runner.statistics().waits_for == ""
+        running = asyncio.create_task(runner.run(stop))
+        async with asyncio.timeout(60):
+            while not runner.statistics().waits_for:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert describe(runner.statistics()).endswith("0.0 tokens/s; told to wait: http 429: no engine has room")
+        stop.set()
+        assert (await running).waits_for == ""
 
 
 PHASES = {"chat": "model", "open": "session", "finish": "session"}
