@@ -23,6 +23,7 @@ from paramserver.client import (
     Rank,
     RefusedLoad,
     RelayClient,
+    RelayStatus,
     SealedVersion,
     Stage,
     StreamedVersion,
@@ -35,7 +36,7 @@ from paramserver.client import (
     settled,
 )
 from protos.access.credentials import credentials_in
-from protos.errors import InvalidRequest, UnknownModel, VersionLost
+from protos.errors import InvalidRequest, VersionLost
 from trainer_client.gateway_http import Presence, patiently
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.old_run import OnOldRun, check_on_old_run, meet
@@ -72,7 +73,7 @@ class AsyncPublisher(AsyncClient):
     With `num_ranks` above 1 each rank publishes tensors of its own under the same `run` and steps, all at the same
     time: one version, which seals when every rank's files are in, and not at all if one fails.
 
-    `on_old_run`: what to do at the first publish where the model has versions of another run, and no state was loaded.
+    `on_old_run`: what to do at the first publish where the model has versions already, and no state was loaded.
     "continue" goes on above them, with a warning; "refuse" raises Conflict; "discard" is as "continue" here, and for a
     reader of experience.
 
@@ -229,18 +230,18 @@ class AsyncPublisher(AsyncClient):
     async def _reach(self) -> None:
         """Waits for a relay that starts later; a server that is no relay fails at once."""
         if not self._reached:
-            await patiently(Presence(f"the relay at {self._relay.address}"), self._relay.status)
+            status = await patiently(Presence(f"the relay at {self._relay.address}"), self._relay.status)
             if self._rank.index == 0 and self.state.earlier_run is None:
-                await self._meet_old_run()
+                self._meet_old_run(status)
             self._reached = True
 
-    async def _meet_old_run(self) -> None:
-        try:  # of this relay, not the master: a publish that is refused elects none
-            old = [version for version in await self._relay.versions(self.model) if version.run != self.run]
-        except UnknownModel:
-            return
-        if old:
-            meet(old[-1].version, old[-1].run, self._on_old_run)
+    def _meet_old_run(self, status: RelayStatus) -> None:
+        """Every relay knows the newest version, and its run if it holds it. No master is asked: a publish that is
+        refused elects none. A version of the same run is of an earlier life: this one has published nothing yet."""
+        found = next((model for model in status.models if model.model == self.model), None)
+        if found is not None and found.newest_sealed:
+            run = next((one.run for one in found.sealed if one.version == found.newest_sealed), "")
+            meet(found.newest_sealed, run, self._on_old_run)
 
     # ---- what `Publisher.publish_stream` builds on; the tensors are taken on its caller's thread
 
@@ -322,6 +323,7 @@ class Publisher(SyncClient[AsyncPublisher]):
         super().__init__(AsyncPublisher(relay, model, **options), "laminar-publisher")
         self._staging = StagingRing()
         self._pending: PendingTicket | None = None
+        self._has_turn = False
         self.model, self.run = self._client.model, self._client.run
 
     def publish(
@@ -425,6 +427,7 @@ class Publisher(SyncClient[AsyncPublisher]):
             writers=writers,
             loop=loop,
             open_version=lambda announced, part: loop.run(client.open_stream(announced, part, step, arguments)),
+            begin_turn=self._begin_turn,
             settle=lambda: loop.run(client.settled(step, arguments)),
             wait=lambda ticket: loop.run(client.wait_for(ticket, arguments)),
             staging=self._staging,
@@ -468,6 +471,7 @@ class Publisher(SyncClient[AsyncPublisher]):
                 client.open_stream(manifest, part, step, arguments, shared=True)
             ),
             join_version=lambda invitation: loop.run(client.join_stream(invitation)),
+            begin_turn=self._begin_turn,
             settle=lambda: loop.run(client.settled(step, arguments)),
             wait=lambda ticket: loop.run(client.wait_for(ticket, arguments)),
             staging=self._staging,
@@ -475,15 +479,21 @@ class Publisher(SyncClient[AsyncPublisher]):
         return self._in_turn(sharded.publish)
 
     def _in_turn(self, publish: Callable[[], TicketData]) -> Ticket:
-        """The ticket of what `publish` makes on this thread, while no other publish of this run goes on."""
-        self._settle()
+        """The ticket of what `publish` makes on this thread, while no other publish of this run goes on. It calls
+        `_begin_turn` itself: where ranks publish, all raise what a publish in the background raised on one."""
         ticket = None
-        self._loop.run(self._client.begin_turn())
         try:
             ticket = self._client.ticket(publish())
         finally:
-            self._loop.run(self._client.end_turn(ticket))
+            if self._has_turn:
+                self._has_turn = False
+                self._loop.run(self._client.end_turn(ticket))
         return Ticket(ticket, self._loop)
+
+    def _begin_turn(self) -> None:
+        self._settle()  # it may not have begun its own turn yet
+        self._loop.run(self._client.begin_turn())
+        self._has_turn = True
 
     def status(self) -> PublisherStatus:
         """See `AsyncPublisher.status`."""

@@ -37,14 +37,14 @@ torch.manual_seed(3)
 net = torch.nn.Sequential(torch.nn.Linear(65, 33), torch.nn.Linear(33, 17), torch.nn.Linear(17, 5).bfloat16())
 fully_shard(net)
 
-def raise_here(name):
+def raise_here(name, error=KeyError("no such expert")):
     if rank == 1 and name.startswith("1."):
-        raise KeyError("no such expert")
+        raise error
     return name
 
-def converted(wrapped):
+def converted(wrapped, *error):
     for name, tensor in wrapped:
-        yield raise_here(name), tensor
+        yield raise_here(name, *error), tensor
 
 def whole():
     return ((name, torch.zeros(one.shape, dtype=one.dtype)) for name, one in net.state_dict().items())
@@ -53,6 +53,8 @@ FAULTS = {
     "convert": lambda: {"tensors": lambda: converted(gathered(net.state_dict()))},
     "plain": lambda: {"tensors": converted(whole())},
     "names": lambda: {"names": raise_here},
+    "interrupt": lambda: {"tensors": lambda: converted(gathered(net.state_dict()), KeyboardInterrupt("by hand"))},
+    "earlier": lambda: {},
 }
 
 def play_fault(scene):
@@ -61,9 +63,11 @@ def play_fault(scene):
     began = time.monotonic()
     with Publisher(scene["relay"], run="job") as publisher:
         try:
+            if scene["fault"] == "earlier" and rank == 1:
+                publisher.publish_async({"x": torch.full((4,), torch.nan)}, step=0, allow_change=True)
             publisher.publish_stream(metas, options.pop("tensors"), step=1, ranks=TorchRanks(), **options)
             found = {}
-        except Exception as error:
+        except BaseException as error:
             found = {"error": type(error).__name__, "message": str(error), "cause": type(error.__cause__).__name__}
         took_s = time.monotonic() - began
         dist.barrier()  # the ranks are in step, and may go on
@@ -190,7 +194,9 @@ def played(shared_etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "factory": tier_whose_master_dies(directory / "factory", stack, writers="first", factory=True),
             "iterator": tier_whose_master_dies(directory / "iterator", stack, writers="all", factory=False),
         }
-        scenes |= {name: Scene(relays.pools, alone, None, {"fault": name}) for name in FAULTS}
+        scenes |= {
+            name: Scene(relays.pools, alone, None, {"fault": name}) for name in (*FAULTS, "interrupt", "earlier")
+        }
         yield run_ranks(directory, scenes)
 
 
@@ -236,3 +242,16 @@ def test_whatever_one_rank_raises_every_rank_raises_and_may_go_on(played: dict[s
     assert first["message"] == second["message"] == "rank 1 raised KeyError: 'no such expert'"
     assert (first["cause"], second["cause"]) == ("NoneType", "KeyError")
     assert (first["newest"], second["newest"]) == (1, 1), "the first rank, which wrote all of it, has not committed"
+
+
+def test_a_rank_that_is_interrupted_or_whose_publish_before_failed_leaves_no_other_behind(
+    played: dict[str, Played],
+) -> None:
+    first, second = played["interrupt"].both
+    assert (first["error"], first["message"]) == ("LaminarError", "rank 1 raised KeyboardInterrupt: by hand")
+    assert (second["error"], second["message"]) == ("KeyboardInterrupt", "by hand")
+    first, second = played["earlier"].both
+    assert first["error"] == second["error"] == "InvalidRequest", played["earlier"].both
+    assert "'x' holds NaN" in first["message"], first
+    assert first["message"] == second["message"]
+    assert [one["newest"] for one in (*played["interrupt"].both, first, second)] == [1] * 4

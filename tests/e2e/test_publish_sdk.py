@@ -19,6 +19,7 @@ from safetensors import safe_open
 from paramserver.client import RelayClient, RelayStatus
 from protos.errors import Conflict, InDoubt, InvalidRequest, LaminarError, NotFound, TooLarge, Unavailable, UnknownModel
 from tests.support.processes import Daemon, start
+from tests.support.relays import Relays
 from trainer_client import AsyncPublisher, Publisher, Ticket
 from trainer_client.sources import NamedTensors
 
@@ -154,11 +155,24 @@ def test_versions_grow_within_a_run_and_above_it_in_the_next(tier: Tier, caplog:
     with Publisher(tier.address(0), "grows", on_old_run="refuse") as publisher:
         with pytest.raises(Conflict, match=f"versions to {versions[3]} of run {runs[1]}"):
             publisher.publish([("w", np.zeros(4))], step=0)
+        requeued = Publisher(tier.address(0), "grows", run=runs[1], on_old_run="refuse")
+        with requeued, pytest.raises(Conflict, match=f"versions to {versions[3]} of run {runs[1]}"):
+            requeued.publish([("w", np.zeros(4))], step=0)
         publisher.load_state_dict(state)
         versions.append(when_free(publisher, [("w", np.full(4, 51, np.float32))], 52).version)
     assert versions[4] == versions[3] + 1, "the refused one took no number"
     ticket.model = "grows"
     assert read(tier, ticket, relay=0).tensors["w"].tolist() == [51.0] * 4
+
+
+def test_a_relay_that_holds_nothing_knows_of_the_old_run_too(relays: Relays) -> None:
+    tensors = {"w": np.zeros(4 << 20, np.uint8)}
+    with Publisher(relays.start("a").ready["grpc"]) as publisher:
+        publisher.publish(tensors, step=0, wait="sealed")
+    empty = relays.start("b", pool_bytes="2MiB")
+    beside = Publisher(empty.ready["grpc"], on_old_run="refuse")
+    with beside, pytest.raises(Conflict, match="versions to 1 of run unknown"):
+        beside.publish(tensors, step=0)
 
 
 async def test_the_asynchronous_face_publishes_concurrently_for_two_models(tier: Tier) -> None:

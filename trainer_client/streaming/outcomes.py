@@ -2,7 +2,8 @@
 
 Invariants:
 - every rank comes to the same result, whichever rank failed, and whatever it raised: an error that is none of ours is
-  named with its rank on the others, and is the cause of the one that its own rank raises;
+  named with its rank on the others, and is the cause of the one that its own rank raises; a rank that was interrupted
+  (KeyboardInterrupt, SystemExit) raises that itself, once the others have heard;
 - a rank that fails ends the version, and what the others then raise is a consequence: it never hides the cause.
 """
 
@@ -69,16 +70,16 @@ class Agreement:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._foreign: tuple[str, Exception] | None = None  # an error here that is none of ours, by the message sent
+        self._foreign: tuple[str, BaseException] | None = None  # an error here that is none of ours, by its message
 
     def tried(self, work: Callable[P, Outcome], *args: P.args, **kwargs: P.kwargs) -> Outcome:
         """The outcome of `work`, which takes part in no collective, or that of its error."""
         try:
             return work(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  (raised by every rank, once they have agreed)
+        except BaseException as error:  # noqa: BLE001  (raised by every rank, once they have agreed)
             return self.failed(error)
 
-    def failed(self, error: Exception) -> Outcome:
+    def failed(self, error: BaseException) -> Outcome:
         """The outcome of a rank that raised `error`. A trainer of one process raises it as it is."""
         if isinstance(error, LaminarError):
             return Outcome.of(error)
@@ -88,8 +89,10 @@ class Agreement:
         self._foreign = (found.message, error)
         return found
 
-    def error(self, found: Outcome) -> LaminarError:
-        """The error that all ranks raise."""
+    def error(self, found: Outcome) -> BaseException:
+        """What this rank raises: the error that all do, but for what interrupted it."""
+        if self._foreign is not None and not isinstance(self._foreign[1], Exception):
+            return self._foreign[1]
         error = found.error()
         if self._foreign is not None and self._foreign[0] == found.message:
             error.__cause__ = self._foreign[1]
@@ -118,7 +121,7 @@ class Agreement:
             give_up(found.error())
         return found
 
-    def can_leave(self, error: Exception) -> bool:
+    def can_leave(self, error: BaseException) -> bool:
         """Whether the others come to the next exchange although this rank's iterator raised `error`: they have taken
         all that they take together, as those do who share `gathered`. Waits for LEAVE_S."""
         others_come = getattr(self._ranks, "others_come", None)

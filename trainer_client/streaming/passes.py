@@ -83,6 +83,7 @@ class Stream:
         writers: Writers,
         loop: LoopThread,
         open_version: Callable[[Manifest, Part], StreamedVersion],
+        begin_turn: Callable[[], None],
         settle: Callable[[], Ticket | None],
         wait: Callable[[Ticket], None],
         staging: StagingRing,
@@ -96,7 +97,7 @@ class Stream:
         self._ranks, self._writers = ranks, writers
         self._agreement = Agreement(ranks)
         self._loop = loop
-        self._open, self._settle, self._wait = open_version, settle, wait
+        self._begin_turn, self._open, self._settle, self._wait = begin_turn, open_version, settle, wait
         self._staging = staging
         self._names = arguments.names
         self._check_nan = arguments.check_nan
@@ -123,6 +124,7 @@ class Stream:
 
     def _prepare(self) -> Outcome:
         """What this rank will write; its outcome names the run and the tensors, to be the same on every rank."""
+        self._begin_turn()
         self._manifest, self._published = Manifest.of(self._announced).renamed(self._names)
         self._part = part_of(self._manifest, self._ranks, self._writers)
         if self._part is not None and self._ranks.index == 0:
@@ -151,7 +153,7 @@ class Stream:
             return Outcome()
         try:
             self._version = self._open(self._manifest, self._part)
-        except Exception as error:  # noqa: BLE001  (raised by every rank)
+        except BaseException as error:  # noqa: BLE001  (raised by every rank)
             # It was tried at every master that there was.
             return msgspec.structs.replace(self._agreement.failed(error), again=False)
         return Outcome()
@@ -160,7 +162,7 @@ class Stream:
         self._was_taken = True
         try:
             outcome = self._write_all()
-        except Exception as error:
+        except BaseException as error:
             if not self._agreement.can_leave(error):
                 raise
             outcome = self._agreement.failed(error)
@@ -253,12 +255,12 @@ class Stream:
             return Outcome()
         try:
             ticket = self._loop.run(version.commit())
-        except Exception as error:  # noqa: BLE001  (raised by every rank)
+        except BaseException as error:  # noqa: BLE001  (raised by every rank)
             return self._give_up(self._agreement.failed(error).error())
         self._version = None
         try:
             self._wait(ticket)
-        except Exception as error:  # noqa: BLE001  (raised by every rank)
+        except BaseException as error:  # noqa: BLE001  (raised by every rank)
             # It is published, or lost: nothing is made again.
             return msgspec.structs.replace(self._agreement.failed(error), again=False, ticket=ticket.data)
         return Outcome(ticket=ticket.data)

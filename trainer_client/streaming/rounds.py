@@ -32,7 +32,7 @@ class Rounds:
         }
         chunk_bytes = version.chunks.chunk_bytes
         self._run_bytes = max(1, STAGING_BYTES // chunk_bytes) * chunk_bytes
-        self.failed: Exception | None = None
+        self.failed: BaseException | None = None
 
     def one(self, pieces: Sequence[Piece], gathered: Collection[str]) -> None:
         """Gathers, swaps and writes what these pieces need of it. `gathered`: tensors that no rank has rows of."""
@@ -101,7 +101,7 @@ class Rounds:
         if self.failed is None:
             try:
                 return work(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001  (raised by every rank, after the last round)
+            except BaseException as error:  # noqa: BLE001  (raised by every rank, after the last round)
                 self.failed = error
         return None
 

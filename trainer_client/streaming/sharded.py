@@ -55,6 +55,7 @@ class ShardedPublish:
         loop: LoopThread,
         open_version: Callable[[Manifest, Part], StreamedVersion],
         join_version: Callable[[bytes], StreamedVersion],
+        begin_turn: Callable[[], None],
         settle: Callable[[], Ticket | None],
         wait: Callable[[Ticket], None],
         staging: StagingRing,
@@ -63,7 +64,7 @@ class ShardedPublish:
         self._ranks, self._loop = ranks, loop
         self._agreement = Agreement(ranks)
         self._open, self._join = open_version, join_version
-        self._settle, self._wait = settle, wait
+        self._begin_turn, self._settle, self._wait = begin_turn, settle, wait
         self._staging = staging
         self._shards: dict[str, Shard] = {}
         self._held = Held([], {})
@@ -86,6 +87,7 @@ class ShardedPublish:
     # ---- what is announced, and who holds it
 
     def _read_shards(self) -> Outcome:
+        self._begin_turn()
         self._shards = shards_of(self._tensors, self._arguments.names, self._dtype)
         self._held = Held([(one.start, one.end) for one in self._shards.values()], self._tied())
         described = [(shard.meta, shard.local is None) for shard in self._shards.values()]
@@ -128,14 +130,14 @@ class ShardedPublish:
             try:
                 self._version = self._open(self._manifest, Part(Rank(), self._manifest.tensors, self._beside))
                 invitation = self._version.invitation
-            except Exception as error:  # noqa: BLE001  (raised by every rank)
+            except BaseException as error:  # noqa: BLE001  (raised by every rank)
                 # It was tried at every master that there was.
                 outcome = msgspec.structs.replace(self._agreement.failed(error), again=False)
         invitation = exchange_all(self._ranks, invitation)[0]
         if self._ranks.index > 0 and invitation:
             try:
                 self._version = self._join(invitation)
-            except Exception as error:  # noqa: BLE001  (raised by every rank)
+            except BaseException as error:  # noqa: BLE001  (raised by every rank)
                 outcome = self._agreement.failed(error)
         return outcome
 
@@ -151,7 +153,7 @@ class ShardedPublish:
         outcome = self._agreement.tried(self._finish, version, rounds.failed)
         return self._give_up(outcome.error()) if outcome.code else outcome
 
-    def _finish(self, version: StreamedVersion, failed: Exception | None) -> Outcome:
+    def _finish(self, version: StreamedVersion, failed: BaseException | None) -> Outcome:
         if failed is not None:
             raise failed
         self._digests = self._loop.run(version.finish())
@@ -175,11 +177,11 @@ class ShardedPublish:
         try:
             digests = {index: one for each in everybodys for index, one in decode_msgpack(each, Digests).items()}
             ticket = self._loop.run(version.commit_shared(digests))
-        except Exception as error:  # noqa: BLE001  (raised by every rank)
+        except BaseException as error:  # noqa: BLE001  (raised by every rank)
             return self._give_up(self._agreement.failed(error).error())
         try:
             self._wait(ticket)
-        except Exception as error:  # noqa: BLE001  (raised by every rank)
+        except BaseException as error:  # noqa: BLE001  (raised by every rank)
             # It is published, or lost: nothing is made again.
             return msgspec.structs.replace(self._agreement.failed(error), again=False, ticket=ticket.data)
         return Outcome(ticket=ticket.data)
