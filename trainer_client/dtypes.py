@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from paramserver.client import DTYPES
 from protos.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
 
 NUMPY_DTYPES: dict[str, str] = {
     "float64": "F64",
@@ -49,6 +52,10 @@ def dtype_name(what: str, dtype: object) -> str:
     if plain not in NUMPY_DTYPES:
         raise unsupported_dtype(what, str(dtype), DTYPES)
     return NUMPY_DTYPES[plain]
+
+
+def warn_of_overflow(name: str, dtype: object) -> None:
+    log.warning("tensor %r has values beyond %s, which became infinite: engines get inf there", name, dtype)
 
 
 def float_name(dtype: object) -> str:

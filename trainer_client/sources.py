@@ -19,7 +19,7 @@ import numpy as np
 
 from paramserver.client import DTYPES, TensorSource
 from protos.errors import InvalidRequest
-from trainer_client.dtypes import CAST, NUMPY_DTYPES, float_name, unsupported_dtype
+from trainer_client.dtypes import CAST, NUMPY_DTYPES, float_name, unsupported_dtype, warn_of_overflow
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """A state dict, or pairs (name, tensor), of torch tensors or numpy arrays."""
@@ -234,15 +234,19 @@ def _numpy_source(name: str, array: np.ndarray[Any, Any], floats: str | None) ->
     address = array.__array_interface__["data"][0]
     identity = (address, array.shape, array.strides, array.dtype.name, array.dtype.byteorder) if array.size else name
     resident = array.flags.c_contiguous and array.dtype == native
-    return TensorSource(name, dtype, array.shape, _numpy_reader(array.view(), native), resident), identity
+    return TensorSource(name, dtype, array.shape, _numpy_reader(name, array.view(), native), resident), identity
 
 
 _NUMPY_FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
 
-def _numpy_reader(array: np.ndarray[Any, Any], native: np.dtype[Any]) -> Callable[[], memoryview]:
+def _numpy_reader(name: str, array: np.ndarray[Any, Any], native: np.dtype[Any]) -> Callable[[], memoryview]:
     def read() -> memoryview:
-        flat: Any = np.ascontiguousarray(array.astype(native, copy=False)).reshape(-1).view(np.uint8)
+        with np.errstate(over="ignore"):
+            made = array.astype(native, copy=False)
+        if made.itemsize < array.itemsize and (np.isinf(made) & np.isfinite(array)).any():
+            warn_of_overflow(name, native)
+        flat: Any = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
         return memoryview(flat)
 
     return read

@@ -15,7 +15,7 @@ import torch
 
 from paramserver.client import TensorSource
 from protos.errors import InvalidRequest
-from trainer_client.dtypes import CAST, unsupported_dtype
+from trainer_client.dtypes import CAST, unsupported_dtype, warn_of_overflow
 
 TORCH_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -47,7 +47,7 @@ def source(name: str, tensor: torch.Tensor, floats: str | None = None) -> tuple[
     data = tensor.detach()
     if floats not in (None, dtype) and dtype in CAST:
         made = next(one for one, its in TORCH_DTYPES.items() if its == floats)
-        return TensorSource(name, floats, tuple(data.shape), _reader(data, made)), identity(name, data)
+        return TensorSource(name, floats, tuple(data.shape), _reader(data, name, made)), identity(name, data)
     plain = data.device.type == "cpu" and data.is_contiguous() and not (data.is_neg() or data.is_conj())
     return TensorSource(name, dtype, tuple(data.shape), _reader(data), resident=plain), identity(name, data)
 
@@ -93,9 +93,20 @@ def identity(name: str, tensor: torch.Tensor) -> Hashable:
     )
 
 
-def _reader(data: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[[], memoryview]:
+def cast(name: str, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`data` as `dtype`, with a warning where finite values become infinite."""
+    made = data.to(dtype)
+    # BF16 is as wide as F32 but for its last half percent: a pass over all values is not worth that.
+    are_floats = {TORCH_DTYPES.get(dtype), TORCH_DTYPES.get(data.dtype)} <= set(CAST)
+    is_narrower = are_floats and torch.finfo(dtype).max < torch.finfo(data.dtype).max / 2
+    if is_narrower and (infinite := made.isinf()).any() and (infinite & data.isfinite()).any():
+        warn_of_overflow(name, dtype)
+    return made
+
+
+def _reader(data: torch.Tensor, name: str = "", dtype: torch.dtype | None = None) -> Callable[[], memoryview]:
     def read() -> memoryview:
-        made = data if dtype is None else data.to(dtype)
+        made = data if dtype is None else cast(name, data, dtype)
         return _bytes_of(made if made.device.type == "cpu" else _to_host(made))
 
     return read

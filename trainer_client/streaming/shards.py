@@ -19,7 +19,7 @@ from trainer_client.sources import NAN_CHECK_BYTES, NamedTensors, Ties, refuse_n
 from trainer_client.streaming.manifest import TensorMeta, memory_of
 from trainer_client.streaming.names import Names, renamed
 from trainer_client.streaming.staging import StagingRing
-from trainer_client.torch_sources import source
+from trainer_client.torch_sources import cast, source
 
 CASTS_KEPT = 2
 
@@ -118,7 +118,8 @@ class LocalBytes:
         self._gathered = {name: tensor for name, tensor in self._gathered.items() if name in names}
         for name in sorted(names - self._gathered.keys()):
             shard = self._shards[name]
-            self._gathered[name] = shard.tensor.full_tensor().detach().to(shard.dtype)
+            whole = shard.tensor.full_tensor().detach()
+            self._gathered[name] = whole if whole.dtype is shard.dtype else cast(name, whole, shard.dtype)
 
     def read(self, name: str, start: int, end: int) -> memoryview:
         """Bytes [start, end) of the whole tensor, in host memory. InvalidRequest when this rank's begin with NaN."""
@@ -154,5 +155,5 @@ class LocalBytes:
         if name not in self._casts:
             while len(self._casts) >= CASTS_KEPT:
                 del self._casts[next(iter(self._casts))]
-            self._casts[name] = tensor.to(dtype)
+            self._casts[name] = cast(name, tensor, dtype)
         return self._casts[name]

@@ -120,6 +120,15 @@ def test_floats_are_cast_while_they_are_read_and_tied_ones_stay_tied() -> None:
         sources_of({"w": torch.tensor([torch.nan])}, check_nan=True, dtype="BF16").tensors[0].read()
 
 
+def test_a_cast_that_makes_finite_values_infinite_is_warned_of_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    tensors = {"wide": torch.tensor([1.0, -7e4]), "fine": torch.tensor([6e4]), "meant": torch.tensor([torch.inf])}
+    arrays = {"array": np.array([1e6, np.inf]), "whole": np.array([2.0])}
+    for source in (*sources_of(tensors, dtype=torch.float16).tensors, *sources_of(arrays, dtype="F16").tensors):
+        source.read()
+    assert [record.message.split("'")[1] for record in caplog.records] == ["wide", "array"]
+    assert "values beyond torch.float16, which became infinite" in caplog.text
+
+
 def test_views_that_merely_overlap_are_tensors_of_their_own() -> None:
     fused = torch.arange(6.0)
     sources = sources_of({"all": fused, "q": fused[:3], "k": fused[3:], "reshaped": fused.view(2, 3)})
