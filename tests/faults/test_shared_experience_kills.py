@@ -10,7 +10,7 @@ import itertools
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,10 +57,12 @@ TRAINER = textwrap.dedent(
 
 @dataclass
 class Fleet:
-    """Two gateways, two trainers and a Redis, each in a process that can be killed and started again."""
+    """Two gateways, two trainers and a Redis, each in a process that can be killed and started again.
+
+    `engines`: each gateway's own, by the gateway's name."""
 
     directory: Path
-    engine: ScriptedEngine
+    engines: Mapping[str, ScriptedEngine]
     ports: KeptPorts
     start_redis: Callable[..., Daemon]
     running: dict[str, Daemon] = field(default_factory=dict)
@@ -81,7 +83,8 @@ class Fleet:
         command = ["gateway", "serve", "--model=policy", f"--tokenizer={tokenizer(self.directory / 'model')}"]
         where = [f"--data={self.directory / name}", f"--port={self.ports.of(name)}", "--no-probe"]
         store = f"--experience-store={self.running['redis'].ready['url']}"
-        return processes.start(name, [*command, *where, store, f"--engine=e0=vllm={self.engine.url}"], self.directory)
+        engine = f"--engine={self.engines[name].name}=vllm={self.engines[name].url}"
+        return processes.start(name, [*command, *where, store, engine], self.directory)
 
     def _trainer(self, name: str) -> Daemon:
         urls = [self.url("gateway-0"), self.url("gateway-1")]
@@ -174,8 +177,8 @@ async def test_each_finished_trajectory_is_used_once_whoever_is_killed(
 ) -> None:
     rows: list[tuple[str, list[str]]] = []
     with KeptPorts() as ports:
-        async with ScriptedEngine("e0") as engine:
-            fleet = Fleet(tmp_path, engine, ports, redis_servers)
+        async with ScriptedEngine("e0") as first, ScriptedEngine("e1") as second:
+            fleet = Fleet(tmp_path, {"gateway-0": first, "gateway-1": second}, ports, redis_servers)
             names = ["redis", "gateway-0", "gateway-1", "trainer-0", "trainer-1"]
             try:
                 await asyncio.to_thread(fleet.start, "redis")
