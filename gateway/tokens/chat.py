@@ -336,14 +336,28 @@ def _lost(messages: Sequence[Message], first: int, rendered: str) -> int | None:
     if any(_not_placed(order, rendered, ESCAPES) is None for order in orders):
         return None
     bare = _bare(rendered)
-    lost, *others_lost = (_not_placed(order, bare, BARE_ESCAPES) for order in orders)
-    if lost is None or None in others_lost:
+    if any(_not_placed(order, bare, BARE_ESCAPES) is None for order in orders):
         return None
-    wanted = owed[lost - first][2]
-    if any(escape(wanted) in bare for escape in BARE_ESCAPES):  # one that is lost took its place
-        within = (at for at, _, text in owed[: lost - first] if text and text in wanted and text != wanted)
-        return next(within, lost)
-    return lost
+    return _too_few(owed, bare)
+
+
+def _too_few(owed: Sequence[tuple[int, str, str]], bare: str) -> int | None:
+    """The position of a text that the rendering has less often than all texts together, or None.
+
+    Whatever a template moves, texts that all stand there have no part of each other's places, so that none is too few.
+    Beyond `COUNTED_MAX` characters none is counted any more.
+    """
+    together = "\0".join(text for _, _, text in owed)
+    positions = {text: at for at, _, text in owed}  # of equal ones the last
+    counted = 0
+    for text, at in positions.items():
+        forms = {escape(text) for escape in BARE_ESCAPES} - {""}
+        counted += len(together) + len(forms) * len(bare)
+        if counted > COUNTED_MAX:
+            return None
+        if forms and sum(map(bare.count, forms)) < together.count(text):
+            return at
+    return None
 
 
 def _not_placed(
@@ -372,24 +386,30 @@ class _Places:
         self.found: list[tuple[int, int]] = []
 
     def take(self, role: str, text: str) -> bool:
+        """The first place of any of the text's forms."""
+        begin, found = len(self._rendered), ""
         likely = self._likely.get(role)
-        for escapes in ([likely] if likely else [], self._escapes):
-            forms = {escape(text): escape for escape in reversed(escapes)}
-            begin, form = min(((at, form) for form in forms if (at := self._find(form)) >= 0), default=(-1, ""))
-            if begin >= 0:
-                self._at, self._likely[role] = begin + len(form), forms[form]
-                if form:
-                    self.found.append((begin, self._at))
+        for escape in ([likely] if likely else []) + [each for each in self._escapes if each is not likely]:
+            form = escape(text)
+            if (at := self._find(form, begin)) >= 0:
+                begin, found, self._likely[role] = at, form, escape
+            if not form:
                 return True
-        return False
+        if not found:
+            return False
+        self._at = begin + len(found)
+        self.found.append((begin, self._at))
+        return True
 
-    def _find(self, form: str) -> int:
+    def _find(self, form: str, before: int) -> int:
+        """The first place that begins before `before`, or -1."""
         while self._passed < len(self._taken) and self._taken[self._passed][1] <= self._at:
             self._passed += 1
-        at, number = self._rendered.find(form, self._at), self._passed
+        limit = before + len(form) - 1
+        at, number = self._rendered.find(form, self._at, limit), self._passed
         while at >= 0 and number < len(self._taken) and self._taken[number][0] < at + len(form):
             end = self._taken[number][1]
-            at, number = self._rendered.find(form, end) if at < end else at, number + 1
+            at, number = self._rendered.find(form, end, limit) if at < end else at, number + 1
         return at
 
 
@@ -416,6 +436,8 @@ ESCAPES: Sequence[Escape] = (_plain, _json, _ascii_json)
 """How templates write a text."""
 MOVED_ROLES = ("system", "tool")
 """What templates write elsewhere: into the last question (Mistral), or before the text beside the call (Gemma)."""
+COUNTED_MAX = 200_000_000
+"""Characters that are searched, some tenth of a second, before a text is taken to be there."""
 BARE_ESCAPES: Sequence[Escape] = (_bare, lambda text: _bare(_json(text)), lambda text: _bare(_ascii_json(text)))
 
 

@@ -75,9 +75,9 @@ def test_a_long_history_is_searched_once() -> None:
 
         searched = 0
 
-        def find(self, text: str, at: int = 0) -> int:  # type: ignore[override]
-            found = str.find(self, text, at)
-            Searched.searched += (len(self) if found < 0 else found) - at
+        def find(self, text: str, at: int, end: int) -> int:  # type: ignore[override]
+            found = str.find(self, text, at, end)
+            Searched.searched += max(0, (min(end, len(self)) if found < 0 else found) - at)
             return found
 
     told: Messages = [{"role": "tool" if n % 2 else "user", "content": f'{n}\n"{"x" * 90}"'} for n in range(2_000)]
@@ -89,8 +89,8 @@ def test_a_long_history_is_searched_once() -> None:
 
 
 def said(*texts: str) -> Messages:
-    """Messages of one role each: `s`, `u` or `a` before the text."""
-    roles = {"s": "system", "u": "user", "a": "assistant"}
+    """Messages of one role each: `s`, `u`, `a` or `t` before the text."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     return [{"role": roles[text[0]], "content": text[2:]} for text in texts]
 
 
@@ -138,6 +138,21 @@ def test_a_text_within_another_is_not_its_own(source: str, told: list[str], lost
     ],
 )
 def test_what_the_system_says_may_be_moved(source: str, told: list[str], written: str) -> None:
+    rendered(source.replace("m.content", written), said(*told))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ["u How many?", "t 42", "a 42.", "u List them", "t a.py\nb.py", "a Here:\na.py\nb.py", "u Thanks"],
+        ["u Read it", "t done", 't {"port": 80}', "a 80", "u Show it", 'a It is {"port": 80}', "u Thanks"],
+        ["s Be kind.", "u The system says: Be kind.", "a ok", "u kind"],
+    ],
+)
+@pytest.mark.parametrize("source", [SYSTEM_LAST, SYSTEM_IN_FIRST])
+def test_what_is_quoted_later_is_found_where_it_stands_first(source: str, told: list[str]) -> None:
+    """Results of tools are written as JSON, and so look otherwise than where an answer quotes them."""
+    written = "(m.content | tojson if m.role == 'tool' else m.content)"
     rendered(source.replace("m.content", written), said(*told))
 
 
