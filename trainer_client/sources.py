@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,18 +61,31 @@ def sources_of(tensors: NamedTensors, *, check_nan: bool = False, dtype: object 
     return Sources(tuple(kept), tied)
 
 
+_DICTS: tuple[dict[str, Any], ...] = ({}, OrderedDict())
+_PLAIN: frozenset[type] = frozenset(
+    (list, tuple, *(type(one) for plain in _DICTS for one in (plain, plain.items(), plain.values())))
+)
+
+
+def held_together(tensors: object) -> bool:
+    """Whether all tensors are there while one is taken. Only plain containers and their views are known to hold them:
+    any other collection, a subclass too, may make each tensor when it is asked for, and let it go."""
+    return type(tensors) in _PLAIN
+
+
 class Ties:
     """Which names are names of one tensor. A name's identity is what it reads, by address (`torch_sources.identity`).
 
-    The tensors of a state dict or a list are there together, so names with one identity are tied. An iterator may fill
-    the same memory again before it gives the next name, and nothing in a tensor proves that it did not: `_version` is
-    lacking under inference_mode, begins anew with each `.data`, and counts no write through numpy. So of its names two
-    are tied only by two tensor objects, the earlier of which is still there when the later one comes. The same object
-    given twice may be a buffer, and one that is gone by then may have been a view of a buffer.
+    The tensors of a state dict or a list are there together (`held_together`), so names with one identity are tied. An
+    iterator, or a mapping that makes tensors when they are asked for, may use the same memory again for the next name,
+    and nothing in a tensor proves that it did not: `_version` is lacking under inference_mode, begins anew with each
+    `.data`, and counts no write through numpy. So of its names two are tied only by two tensor objects, the earlier of
+    which is still there when the later one comes. The same object given twice may be a buffer, and one that is gone by
+    then may have been a view of a buffer.
     """
 
     def __init__(self, tensors: object) -> None:
-        self._together = isinstance(tensors, Collection)
+        self._together = held_together(tensors)
         self._owners: dict[Hashable, tuple[str, weakref.ref[Any]]] = {}
         self._kept: dict[Hashable, str] = {}  # the name at each address
 
@@ -93,7 +107,7 @@ class Ties:
         if identity[0] in self._kept:
             raise InvalidRequest(
                 f"{name!r} lies in the memory of {self._kept[identity[0]]!r}, which its iterator may have filled again",
-                hint="publish_stream takes tensors of one buffer one by one; pass tied weights as a dict or list",
+                hint="publish_stream takes tensors of one buffer one by one; pass tied weights as a plain dict or list",
             )
         if keep:
             self._kept[identity[0]] = name

@@ -3,7 +3,7 @@
 Invariants:
 - a manifest is made of metadata alone: no tensor is gathered, moved or read for it;
 - a tensor with several names stands in it once; the other names are `tied`. Only tensors that are there together can
-  be tied (`trainer_client.sources.Ties`), so pairs of a generator that makes one after the other are not.
+  be tied (`trainer_client.sources.Ties`), so those that a generator or a mapping makes one after the other are not.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from paramserver.client import DTYPES, TensorSpec
 from protos.errors import InvalidRequest
 from trainer_client.dtypes import dtype_name
-from trainer_client.sources import Ties
+from trainer_client.sources import Ties, held_together
 from trainer_client.streaming.names import Names, rename
 
 T = TypeVar("T")
@@ -121,11 +121,12 @@ def gathered(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator
 
 
 def _once(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Each tensor under its first name. All that an iterator gives: `publish_stream` compares tied ones."""
+    """Each tensor under its first name. All where they are not held together: `publish_stream` compares tied ones."""
     seen: set[Hashable] = set()
+    together = held_together(tensors)
     for name, tensor in _pairs(tensors):
         memory = memory_of(name, tensor)
-        if memory not in seen or not isinstance(tensors, Collection):
+        if memory not in seen or not together:
             seen.add(memory)
             yield name, tensor
 

@@ -8,10 +8,11 @@ tensor out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from protos.errors import InvalidRequest
+from trainer_client.sources import held_together
 
 Names = Callable[[str], str | None] | Sequence[tuple[str, str | None]]
 
@@ -52,7 +53,7 @@ def renamed(tensors: Any, names: Names | None) -> Any:
         return tensors
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     found = (new for pair in pairs if (new := _renamed(pair, names)) is not None)
-    return list(found) if isinstance(tensors, Collection) else found
+    return list(found) if held_together(tensors) else found
 
 
 def _renamed(pair: Any, names: Names) -> Any:

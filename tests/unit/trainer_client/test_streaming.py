@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -194,6 +195,51 @@ def test_an_iterator_of_fresh_tensors_is_taken_although_their_memory_is_given_ag
     assert [int(one.read().cast("B")[0]) for one in sources_of(fresh()).tensors] == list(range(20))
 
 
+class Lazy(UserDict[str, torch.Tensor]):
+    """A mapping that makes each tensor when it is asked for it."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.data[name].to(torch.bfloat16)
+
+
+class LazyDict(dict[str, torch.Tensor]):
+    def items(self) -> Any:
+        return ((name, one.to(torch.bfloat16)) for name, one in super().items())
+
+
+class LazyOrderedDict(OrderedDict[str, torch.Tensor]):
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return super().__getitem__(name).to(torch.bfloat16)
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in self)
+
+
+class LazyList(list[tuple[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, one.to(torch.bfloat16)) for name, one in super().__iter__())
+
+
+@pytest.mark.parametrize("make", [Lazy, lambda base: Lazy(base).items(), LazyDict, LazyOrderedDict, LazyList])
+@pytest.mark.parametrize("names", [None, [("^w", "x")]])
+def test_a_collection_that_makes_its_tensors_when_they_are_taken_ties_none(
+    make: Callable[[Any], Any], names: Any
+) -> None:
+    base = {f"w{number}": torch.full((64, 64 if number % 3 else 256), float(number)) for number in range(12)}
+    values = [float(number) for number in range(12)]
+
+    def taken() -> Any:
+        return renamed(make(list(base.items()) if make is LazyList else base), names)
+
+    assert names is None or not isinstance(taken(), list), "all would be held at once"
+    manifest = manifest_of(taken())
+    assert (manifest.tied, len(manifest.tensors)) == ({}, 12)
+    assert [one.flatten()[0].item() for _, one in gathered(taken())] == values
+    for stable in (False, True):
+        assert [one.flatten()[0].item() for _, one in held_still(taken(), stable)] == values
+    assert (sources_of(taken()).tied, len(shards_of(taken(), None, None))) == ({}, 12)
+
+
 def test_tied_weights_are_found_where_their_tensors_are_held() -> None:
     net = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4, bias=False)})
     net["head"].weight = net["embed"].weight
@@ -202,7 +248,9 @@ def test_tied_weights_are_found_where_their_tensors_are_held() -> None:
     with torch.no_grad():
         net["embed"].weight.add_(1)
     mixed = {"embed.weight": net["embed"].weight, "head.weight": net["embed"].weight.data}
-    for held in (state, mixed, list(state.items()), state.items(), ((name, one) for name, one in state.items())):
+    together = (state, mixed, dict(state), mixed.items(), list(state.items()), tuple(state.items()), state.items())
+    assert [[name for name, _ in gathered(one)] for one in together] == [["embed.weight"]] * len(together)
+    for held in (*together, ((name, one) for name, one in state.items())):
         pairs = held if not isinstance(held, Iterator) else ((name, one) for name, one in state.items())
         assert (manifest_of(held).tied, sources_of(pairs).tied) == (tied, tied)
     conjugated = torch.ones(2, dtype=torch.complex64)
