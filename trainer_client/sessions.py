@@ -12,7 +12,8 @@ Invariants:
 - a request that was carried out, and whose answer was lost, has no second effect: the gateway answers a repeated finish
   or abandon as the first one, and a session whose name was drawn here is abandoned and opened anew. For a name that the
   caller chose nothing proves whose the session is: the Conflict is raised, and the session left alone;
-- the calls of a session go to the gateway that has it: where its `base_url` leads, and once where a 421 says;
+- a session's model calls go where its `base_url` leads, which may be a place that only agents reach; finish and abandon
+  go to the client's own URL. Each goes on once where a 421 says, to the gateway that has the session;
 - what is sent, and when again, is written once, as generators of steps (`_Gateway`): the two clients carry steps out.
 """
 
@@ -120,7 +121,7 @@ class Made:
 
     @property
     def gateway(self) -> str:
-        """The URL of the gateway that has it."""
+        """Where its model calls go; the client itself may not reach it."""
         return self.base_url.rpartition("/sessions/")[0]
 
     @property
@@ -168,12 +169,12 @@ class _Gateway:
         return made["group_id"], [_made(member) for member in made["sessions"]]
 
     def finished(self, session: Made, outcome: Outcome, giver: str) -> Steps[None]:
-        yield from self.posted(session.gateway, f"{session.path}/finish", outcome.body(giver))
+        yield from self.posted(self.url, f"{session.path}/finish", outcome.body(giver))
 
     def abandoned(self, session: Made, reason: str) -> Steps[Made | None]:
         """The session that takes its place in its group, if one does."""
         try:
-            answer = yield from self._given_up(session.gateway, session.path, reason)
+            answer = yield from self._given_up(self.url, session.path, reason)
         except (NotFound, Conflict) as error:
             log.debug("session %s has ended: %s", session.session_id, error)
             return None
@@ -211,8 +212,10 @@ class _Gateway:
             except Misdirected as error:
                 if misdirected or not error.url:
                     raise
+                retry.presence.answered()
                 misdirected, gateway = True, error.url
                 retry.presence = self._presence(gateway)
+                retry.presence.seen = True  # by the gateway that names it
                 continue
             except (Unavailable, OutOfCapacity) as error:
                 pause_s = retry.pause_s(error)

@@ -219,8 +219,9 @@ async def test_while_the_redis_is_away_sessions_begin(tmp_path: Path, redis_serv
 
 
 @contextlib.asynccontextmanager
-async def balancer(two: Two, *, keeps_host: bool) -> AsyncIterator[str]:
-    """Passes each request to the other gateway than the one before. `keeps_host`: a session's `base_url` leads here."""
+async def balancer(two: Two, *, keeps_host: bool, statuses: dict[str, int] | None = None) -> AsyncIterator[str]:
+    """Passes each request to the other gateway than the one before. `keeps_host`: a session's `base_url` leads here.
+    `statuses`: gets the last answer's to each path."""
     turns = cycle(two)
 
     async def pass_on(request: web.Request) -> web.Response:
@@ -228,6 +229,8 @@ async def balancer(two: Two, *, keeps_host: bool) -> AsyncIterator[str]:
         http, body = next(turns), await request.read()
         async with http.request(request.method, request.path_qs, data=body, headers=headers) as answer:
             found = {name: value for name, value in answer.headers.items() if name.lower().startswith("x-")}
+            if statuses is not None:
+                statuses[request.path] = answer.status
             return web.Response(
                 status=answer.status, body=await answer.read(), content_type="application/json", headers=found
             )
@@ -245,7 +248,8 @@ async def balancer(two: Two, *, keeps_host: bool) -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("keeps_host", [False, True])
 async def test_sessions_of_the_sdk_end_where_they_are(two: Two, keeps_host: bool) -> None:
-    async with balancer(two, keeps_host=keeps_host) as url:
+    statuses: dict[str, int] = {}
+    async with balancer(two, keeps_host=keeps_host, statuses=statuses) as url:
 
         def play() -> str:
             with Sessions(url, MODEL) as sessions:
@@ -264,6 +268,9 @@ async def test_sessions_of_the_sdk_end_where_they_are(two: Two, keeps_host: bool
                 await session.finish(1.0)
             async with sessions.open(session_id="s3"):
                 pass
+    ends = {path: status for path, status in statuses.items() if path.endswith(("/finish", "/abandon"))}
+    assert len(ends) == 4, "all went to the client's URL"
+    assert 421 in ends.values()
     states = {}
     for http in two:
         for name in ("s0", "s1", "s2", "s3"):

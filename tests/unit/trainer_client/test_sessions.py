@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protos.errors import Conflict, InvalidRequest, Unavailable, WrongServer
+from protos.errors import Conflict, InvalidRequest, LaminarError, Misdirected, Unavailable, WrongServer
 from tests.support.scripted_engine import MODEL, ScriptedEngine
 from tests.unit.gateway_api.test_status import gateway
 from trainer_client import AsyncExperienceReader, AsyncSessions, Sessions, Trajectory
@@ -164,6 +164,60 @@ async def test_a_session_of_somebody_else_is_neither_taken_nor_ended(scene: Scen
 
     await scene.play(work)
     assert (await scene.trajectory()).session_id == "s0"
+
+
+async def test_a_session_ends_also_where_only_agents_reach_its_base_url(tmp_path: Path) -> None:
+    completion = {"model": MODEL, "prompt": [5], "max_tokens": 2}
+    async with (
+        ScriptedEngine("e0") as e0,
+        gateway(tmp_path, e0, public_url="http://127.0.0.1:9") as (found, http),
+    ):
+        scene = Scene(found.url)
+
+        def play() -> str:
+            with Sessions(found.url, MODEL, patience_s=1.0) as sessions:
+                with sessions.open(session_id="s0") as session:
+                    httpx.post(f"{found.url}/sessions/s0/v1/completions", json=completion)
+                    session.finish(1.0)
+                with sessions.open(session_id="s1"):
+                    pass
+                return session.base_url
+
+        assert (await asyncio.to_thread(play)).startswith("http://127.0.0.1:9/")
+        async with AsyncSessions(found.url, patience_s=1.0) as sessions:
+            async with sessions.open(session_id="s2") as session:
+                await http.post("/sessions/s2/v1/completions", json=completion)
+                await session.finish(1.0)
+            async with sessions.open(session_id="s3"):
+                pass
+        assert [await scene.state(f"s{i}") for i in range(4)] == ["finished", "abandoned", "finished", "abandoned"]
+
+
+class Scripted(Sessions):
+    """Has these answers, and sends nothing."""
+
+    def __init__(self, url: str, *answers: dict[str, Any] | LaminarError) -> None:
+        super().__init__(url, MODEL)
+        self.answers = iter(answers)
+        self.sent: list[str] = []
+
+    def _done(self, step: Post | Pause) -> Any:
+        if isinstance(step, Pause):
+            return None
+        self.sent.append(step.gateway + step.path)
+        answer = next(self.answers)
+        if isinstance(answer, LaminarError):
+            raise answer
+        return answer
+
+
+def test_one_bad_answer_loses_no_reward_at_a_gateway_that_is_known() -> None:
+    a, b = "http://a:8080", "http://b:8080"
+    made = {"session_id": "s0", "base_url": "http://agents-only/sessions/s0/v1", "api_key": ""}
+    bad = WrongServer("a page of a proxy")
+    with Scripted(a, made, bad, Misdirected("not here", url=b), bad, {}) as sessions:
+        sessions.open(session_id="s0").finish(1.0)
+        assert sessions.sent == [f"{a}/sessions", *[f"{a}/sessions/s0/finish"] * 2, *[f"{b}/sessions/s0/finish"] * 2]
 
 
 async def test_why_a_group_is_abandoned_may_be_a_long_text(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
