@@ -6,7 +6,9 @@ Invariants:
 - a claim ends with its gateway: at once when that closes, `TTL_S` after its last renewal when it died. The next life of
   a gateway, on its `--data`, goes on with its claims once the one before is over; two live ones of a name are refused;
 - while the store is away, the fleet stays as it is. An engine that another gateway has claimed meanwhile leaves it;
-- an engine is known by all addresses that its name leads to, and one on this host by the network namespace, too.
+- an engine is surely the same under one host and port, as written, and, on this host, in one network namespace. Where
+  an address is all that two have in common, it may be another one: many names lead to a proxy, and hosts that do not
+  reach each other have alike private addresses. Then whoever has written the address has it, and others are warned.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
 
 from protos.errors import Conflict, Unavailable
@@ -55,14 +57,26 @@ class ClaimStore(Protocol):
     async def drop(self, names: Collection[str]) -> None: ...
 
 
-async def engine_keys(url: str) -> tuple[str, ...]:
-    """The names of the engine at `url` that other gateways may know it by."""
+class EngineKeys(NamedTuple):
+    """What an engine is known by: `sure` by nothing else, `possible` perhaps by another one, too."""
+
+    sure: frozenset[str]
+    possible: frozenset[str]
+
+
+async def engine_keys(url: str) -> EngineKeys:
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    addresses = await _addresses(host, port) or {host}
+    addresses = await _addresses(host, port)
+    sure, possible = {host}, addresses
     if any(map(_is_here, addresses)):
-        addresses = {_network_namespace(), *filter(_is_reached, addresses | await asyncio.to_thread(_own_addresses))}
-    return tuple(sorted(quote(f"{address}:{port}{parts.path.rstrip('/')}", safe=":") for address in addresses))
+        sure = {_network_namespace(), *([host] if any(map(_is_reached, addresses)) else [])}
+        possible = set(filter(_is_reached, addresses | await asyncio.to_thread(_own_addresses)))
+
+    def keys(hosts: set[str]) -> frozenset[str]:
+        return frozenset(quote(f"{each}:{port}{parts.path.rstrip('/')}", safe=":") for each in hosts)
+
+    return EngineKeys(keys(sure), keys(possible - sure))
 
 
 async def _addresses(host: str, port: int) -> set[str]:
@@ -112,7 +126,8 @@ class EngineClaims:
 
     def __init__(self, store: ClaimStore | None, lost: Callable[[str, str], Awaitable[None]]) -> None:
         self._store, self._lost = store, lost
-        self._mine: dict[str, str] = {}  # addresses, by key
+        self._sure: dict[str, set[str]] = {}  # URLs, by key
+        self._possible: dict[str, set[str]] = {}
         self._names: list[str] = []  # this gateway's own
         self._dropped: set[str] = set()
         self._changed = asyncio.Event()
@@ -123,21 +138,30 @@ class EngineClaims:
         """Claims the gateway's own name. Claimed when another live gateway has it: one on a copy of its `--data`."""
         if self._store is not None:
             name = f"gateway:{self._store.gateway}"
-            if await self._claim([name], f"the name of this gateway, {self._store.gateway},", patience_s):
-                self._names = [name]
+            await self._claim([name], f"the name of this gateway, {self._store.gateway},", patience_s)
+            self._names = [name]
 
     async def take(self, name: str, url: str, patience_s: float = 0.0) -> None:
         """Claims the engine. Claimed when another live gateway has it, for `patience_s` at least."""
         if self._store is None:
             return
         keys = await engine_keys(url)
-        await self._claim(keys, f"engine {name} at {url}", patience_s)
+        await self._claim(keys.sure, f"engine {name} at {url}", patience_s)
+        self._keep(self._sure, keys.sure, url)
+        held: Mapping[str, str] = {}
+        with contextlib.suppress(Unavailable):  # renewals claim them
+            held = await self._store.claim(keys.possible) if keys.possible else {}
+        for key, holder in held.items():
+            log.warning("engine %s at %s may be one of %s, to whose address %s it leads", name, url, holder, key)
+        self._keep(self._possible, keys.possible - held.keys(), url)
+
+    def _keep(self, kept: dict[str, set[str]], keys: Collection[str], url: str) -> None:
         for key in keys:
-            self._mine[key] = url
+            kept.setdefault(key, set()).add(url)
             self._dropped.discard(key)
 
-    async def _claim(self, names: Sequence[str], what: str, patience_s: float) -> bool:
-        """False: the store did not answer, and the next renewal claims them."""
+    async def _claim(self, names: Collection[str], what: str, patience_s: float) -> None:
+        """Where the store does not answer, the next renewal claims them."""
         assert self._store is not None
         deadline, waits = time.monotonic() + patience_s, False
         while True:
@@ -145,9 +169,9 @@ class EngineClaims:
                 held = await self._store.claim(names)
             except Unavailable as e:
                 log.warning("%s is used without a claim, which others would respect: %s", what, e)
-                return False
+                return
             if not held:
-                return True
+                return
             [holder, *_] = held.values()
             if time.monotonic() >= deadline:
                 await self._undo([name for name in names if name not in held])
@@ -160,17 +184,21 @@ class EngineClaims:
                 waits = True
             await asyncio.sleep(RETRY_S)
 
-    async def _undo(self, names: Sequence[str]) -> None:
+    async def _undo(self, names: Collection[str]) -> None:
         """Gives back what a claim of several names got, unless it was this gateway's before."""
-        self._dropped |= {name for name in names if name not in self._mine}
+        self._dropped |= {name for name in names if name not in self._sure and name not in self._possible}
         self._changed.set()
 
     def give_back(self, url: str) -> None:
         """Others may have the engine from now on."""
-        for key in [key for key, of in self._mine.items() if of == url]:
-            del self._mine[key]
-            self._dropped.add(key)
-            self._changed.set()
+        for kept in (self._sure, self._possible):
+            for key in [key for key, urls in kept.items() if url in urls]:
+                kept[key].discard(url)
+                if not kept[key]:
+                    del kept[key]
+                    self._dropped.add(key)
+        self._dropped -= self._sure.keys() | self._possible.keys()
+        self._changed.set()
 
     async def run(self) -> None:
         """Renews and drops claims, until cancelled."""
@@ -194,18 +222,19 @@ class EngineClaims:
         if dropped := frozenset(self._dropped):
             await store.drop(dropped)
             self._dropped -= dropped
-        for key, holder in (await store.claim([*self._names, *self._mine])).items():
-            if (url := self._mine.get(key)) is not None:
+        for key, holder in (await store.claim([*self._names, *self._sure, *self._possible])).items():
+            self._possible.pop(key, None)
+            for url in list(self._sure.get(key, ())):
                 self.give_back(url)
                 await self._lost(url, holder)
-            elif key in self._names:
+            if key in self._names:
                 log.error("the name of this gateway belongs to %s, too: is its --data a copy of this one's?", holder)
 
     async def close(self) -> None:
         """Drops all claims; where that fails they end by themselves."""
         if self._store is None:
             return
-        mine = [*self._names, *self._mine, *self._dropped]
+        mine = [*self._names, *self._sure, *self._possible, *self._dropped]
         try:
             if mine:
                 await self._store.drop(mine)

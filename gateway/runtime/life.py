@@ -24,9 +24,9 @@ def _place() -> str:
 
 
 def _began(pid: int) -> str:
-    """The kernel's ticks at its start; empty: it is not there."""
+    """The kernel's ticks at its start; empty: it is not there, or has ended and its parent has not looked yet."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return ""
-    return fields[19].decode()
+    return "" if fields[0] in (b"Z", b"X") else fields[19].decode()

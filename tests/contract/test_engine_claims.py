@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import time
@@ -12,9 +13,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from gateway.fleet import claims
-from gateway.fleet.claims import ClaimStore, engine_keys
+from gateway.fleet.claims import Claimed, ClaimStore, EngineClaims, engine_keys
 from gateway.redis import SharedGateways
-from gateway.runtime.life import is_over, this_life
+from gateway.runtime.life import _began, is_over, this_life
 from paramserver.client import EtcdClaims
 from paramserver.membership import EtcdRegistry, MemoryRegistry, MemoryStore
 from tests.support.redis_servers import connect
@@ -97,17 +98,53 @@ async def test_of_two_that_claim_at_once_one_has_it(gateways: Gateways) -> None:
         assert sum(not refused for refused in held) == 1
 
 
-async def test_the_names_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_an_engine_is_known_by(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await engine_keys("http://192.0.2.7:8000") == await engine_keys("http://192.0.2.7:8000/")
-    assert await engine_keys("https://192.0.2.7") == ("192.0.2.7:443",)
-    assert await engine_keys("http://engine.invalid:8000") == ("engine.invalid:8000",), "one that nothing resolves"
+    assert await engine_keys("https://192.0.2.7") == ({"192.0.2.7:443"}, set())
+    assert await engine_keys("http://engine.invalid:8000") == ({"engine.invalid:8000"}, set()), "what nothing resolves"
     here = await engine_keys("http://127.0.0.1:8000")
-    assert (
-        here == await engine_keys("http://localhost:8000") == await engine_keys(f"http://{socket.gethostname()}:8000")
-    )
-    assert "127.0.0.1:8000" not in here, "on another host it is another engine"
+    assert here == await engine_keys("http://localhost:8000")
+    assert here.sure <= (await engine_keys(f"http://{socket.gethostname()}:8000")).sure
+    assert "127.0.0.1:8000" not in here.sure | here.possible, "on another host it is another engine"
     monkeypatch.setattr(claims, "_own_addresses", lambda: {"192.0.2.7"})
-    assert {"192.0.2.7:8000"} < set(await engine_keys("http://127.0.0.1:8000")), "as other hosts know it"
+    assert (await engine_keys("http://127.0.0.1:8000")).possible == {"192.0.2.7:8000"}, "as other hosts know it"
+
+
+async def test_an_address_that_many_names_lead_to_is_that_of_whoever_wrote_it(
+    gateways: Gateways, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def resolved(host: str, port: int) -> set[str]:
+        return {"192.0.2.7"}
+
+    async def lost(url: str, holder: str) -> None:
+        raise AssertionError(f"{holder} has {url}")
+
+    monkeypatch.setattr(claims, "_addresses", resolved)
+    one, other = (EngineClaims(gateways(name), lost) for name in ("one", "other"))
+    await one.take("a", "https://pod-a.proxy.example")
+    await other.take("b", "https://pod-b.proxy.example")
+    assert "engine b at https://pod-b.proxy.example may be one of one" in caplog.text
+    with pytest.raises(Claimed):
+        await other.take("a", "https://pod-a.proxy.example")
+    with pytest.raises(Claimed):
+        await other.take("c", "https://192.0.2.7")
+    await one.take("another spelling", "https://192.0.2.7")
+    one.give_back("https://192.0.2.7")
+    await renewed(one)
+    with pytest.raises(Claimed):
+        await other.take("a", "https://pod-a.proxy.example")
+    with pytest.raises(Claimed):
+        await other.take("c", "https://192.0.2.7")
+    one.give_back("https://pod-a.proxy.example")
+    await renewed(one)
+    await other.take("a", "https://pod-a.proxy.example")
+    await other.take("c", "https://192.0.2.7")
+
+
+async def renewed(found: EngineClaims) -> None:
+    """What is to be dropped is."""
+    assert found._store is not None
+    await found._renew(found._store)
 
 
 def test_whether_a_life_is_over() -> None:
@@ -117,5 +154,12 @@ def test_whether_a_life_is_over() -> None:
     with subprocess.Popen(["true"]) as done:
         done.wait()
     assert is_over(f"{place}.{done.pid}.1")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        began = _began(child.pid)
+        assert not is_over(f"{place}.{child.pid}.{began}")
+        assert child.stdin is not None
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert is_over(f"{place}.{child.pid}.{began}"), "ended, and its parent has not looked yet"
     assert not is_over(f"elsewhere.{pid}.1"), "of another host nothing is known"
     assert not is_over("")

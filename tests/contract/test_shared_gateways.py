@@ -129,7 +129,7 @@ async def test_an_engine_that_another_claimed_meanwhile_leaves_the_fleet(
 ) -> None:
     monkeypatch.setattr(claims, "RENEW_S", 3600.0)
     async with ScriptedEngine("e0") as e0, gateway(tmp_path / "a", e0, **store) as (found, http):
-        await found.fleet.claims._store.drop(await claims.engine_keys(e0.url))  # type: ignore[union-attr]
+        await found.fleet.claims._store.drop((await claims.engine_keys(e0.url)).sure)  # type: ignore[union-attr]
         async with gateway(tmp_path / "b", e0, **store):
             found.fleet.claims._changed.set()
             await until(lambda: not found.fleet.handles, "it leaves")
