@@ -54,6 +54,9 @@ HEAD_BYTES = 1 << 16
 _EVENTS = (h11.InformationalResponse, h11.Response, h11.Data, h11.EndOfMessage)
 """Those of an answer; the others mean that h11 waits for more, or for nothing any more."""
 
+_CUT = "peer closed connection"
+"""How h11 begins its error for a body that ends too soon; it has one class for all."""
+
 
 class NoAnswer(Unavailable):
     """The request was sent, and its answer did not come, or not whole: what came of it is in doubt."""
@@ -174,8 +177,9 @@ def named_errors(http: httpx.AsyncClient | httpx.Client, url: str) -> Iterator[N
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise InvalidRequest(f"gateway address {url!r}: {error}", hint=ADDRESS) from error
     except httpx.TransportError as error:
-        cause = error.__cause__  # httpcore's; its context is h11's, unless the connection ended instead
-        if cause is not None and isinstance(cause.__context__, h11.RemoteProtocolError):
+        cause = error.__cause__  # httpcore's; its context is h11's, unless the connection ended before a head
+        broken = None if cause is None else cause.__context__
+        if isinstance(broken, h11.RemoteProtocolError) and not str(broken).startswith(_CUT):
             raise _no_http(url, error) from error
         reason = str(error) or type(error).__name__
         raise Unavailable(f"no answer from the gateway at {url}: {reason}", hint=ADDRESS) from error

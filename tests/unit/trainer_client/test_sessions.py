@@ -243,6 +243,35 @@ async def test_openai_is_named_where_it_is_missing(scene: Scene, monkeypatch: py
     assert "/v1" in await scene.play(work)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_answer_that_is_cut_is_asked_for_again(chunked: bool) -> None:
+    made = b'{"session_id": "s0", "base_url": "http://127.0.0.1:9/sessions/s0/v1", "api_key": ""}'
+    body = b"54\r\n" + made + b"\r\n0\r\n\r\n" if chunked else made
+    length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 84"
+    whole = b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + length + b"\r\n\r\n" + body
+    asked: list[bytes] = []
+
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        asked.append(head.split()[1])
+        writer.write(whole if len(asked) % 2 == 0 else whole[:-20])
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answers, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    def play() -> None:
+        with Sessions(url, MODEL) as sessions, sessions.open() as session:
+            session.finish(1.0)
+
+    async with server, AsyncSessions(url) as sessions:
+        await asyncio.to_thread(play)
+        async with sessions.open() as session:
+            await session.finish(1.0)
+    assert asked == [b"/sessions", b"/sessions", b"/sessions/s0/finish", b"/sessions/s0/finish"] * 2
+
+
 OTHERS = {
     "another web server": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello", "something else"),
     "an engine": (b'HTTP/1.1 404 Not Found\r\nContent-Length: 22\r\n\r\n{"detail":"Not Found"}', "answered 404"),
