@@ -316,6 +316,13 @@ class PublisherStatus:
     sealed: tuple[SealedVersion, ...]
 
 
+@dataclass(slots=True)
+class _Turn:
+    """Of one call: other threads' calls have their own."""
+
+    begun: bool = False
+
+
 class Publisher(SyncClient[AsyncPublisher]):
     """`AsyncPublisher` for a synchronous training loop; use it as a context manager, or call `close`."""
 
@@ -323,7 +330,6 @@ class Publisher(SyncClient[AsyncPublisher]):
         super().__init__(AsyncPublisher(relay, model, **options), "laminar-publisher")
         self._staging = StagingRing()
         self._pending: PendingTicket | None = None
-        self._has_turn = False
         self.model, self.run = self._client.model, self._client.run
 
     def publish(
@@ -417,7 +423,7 @@ class Publisher(SyncClient[AsyncPublisher]):
         arguments = PublishArguments.of(options, self._client.wait)
         if ranks is not None:
             check_ranks(ranks)
-        client, loop = self._client, self._loop
+        client, loop, turn = self._client, self._loop, _Turn()
         stream = Stream(
             manifest,
             tensors,
@@ -427,12 +433,12 @@ class Publisher(SyncClient[AsyncPublisher]):
             writers=writers,
             loop=loop,
             open_version=lambda announced, part: loop.run(client.open_stream(announced, part, step, arguments)),
-            begin_turn=self._begin_turn,
+            begin_turn=lambda: self._begin(turn),
             settle=lambda: loop.run(client.settled(step, arguments)),
             wait=lambda ticket: loop.run(client.wait_for(ticket, arguments)),
             staging=self._staging,
         )
-        return self._in_turn(stream.publish)
+        return self._in_turn(turn, stream.publish)
 
     def publish_shards(
         self,
@@ -460,7 +466,7 @@ class Publisher(SyncClient[AsyncPublisher]):
 
         arguments = PublishArguments.of(options, self._client.wait)
         check_ranks(ranks, "swap")
-        client, loop = self._client, self._loop
+        client, loop, turn = self._client, self._loop, _Turn()
         sharded = ShardedPublish(
             tensors,
             arguments,
@@ -471,29 +477,28 @@ class Publisher(SyncClient[AsyncPublisher]):
                 client.open_stream(manifest, part, step, arguments, shared=True)
             ),
             join_version=lambda invitation: loop.run(client.join_stream(invitation)),
-            begin_turn=self._begin_turn,
+            begin_turn=lambda: self._begin(turn),
             settle=lambda: loop.run(client.settled(step, arguments)),
             wait=lambda ticket: loop.run(client.wait_for(ticket, arguments)),
             staging=self._staging,
         )
-        return self._in_turn(sharded.publish)
+        return self._in_turn(turn, sharded.publish)
 
-    def _in_turn(self, publish: Callable[[], TicketData]) -> Ticket:
+    def _in_turn(self, turn: _Turn, publish: Callable[[], TicketData]) -> Ticket:
         """The ticket of what `publish` makes on this thread, while no other publish of this run goes on. It calls
-        `_begin_turn` itself: where ranks publish, all raise what a publish in the background raised on one."""
+        `_begin` itself: where ranks publish, all raise what a publish in the background raised on one."""
         ticket = None
         try:
             ticket = self._client.ticket(publish())
         finally:
-            if self._has_turn:
-                self._has_turn = False
+            if turn.begun:
                 self._loop.run(self._client.end_turn(ticket))
         return Ticket(ticket, self._loop)
 
-    def _begin_turn(self) -> None:
+    def _begin(self, turn: _Turn) -> None:
         self._settle()  # it may not have begun its own turn yet
         self._loop.run(self._client.begin_turn())
-        self._has_turn = True
+        turn.begun = True
 
     def status(self) -> PublisherStatus:
         """See `AsyncPublisher.status`."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from protos.errors import Conflict, InvalidRequest, Unavailable
 from tests.e2e.test_publish_sdk import when_free
 from tests.e2e.test_publish_stream import read
 from tests.support.relays import Relays
-from trainer_client import Publisher
+from trainer_client import Publisher, manifest_of
 from trainer_client.sources import held_still, sources_of
 
 pytestmark = pytest.mark.slow
@@ -41,6 +44,31 @@ def test_it_returns_before_the_relay_has_anything_and_only_stable_tensors_must_s
         assert publisher.publish_async(tensors, step=2, stable=True, wait="sealed").result().version == 3
     assert found.keys() == {"changes", "stays"}
     assert all(tensor.eq(1).all() for tensor in found.values())
+
+
+def test_a_publish_that_got_no_turn_leaves_that_of_another_thread_alone(relays: Relays) -> None:
+    daemon = relays.start("a")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def items() -> Iterator[tuple[str, torch.Tensor]]:
+        inside.set()
+        assert go_on.wait(60)
+        yield from FINE.items()
+
+    with Publisher(daemon.ready["grpc"], timeout_s=60.0) as publisher, ThreadPoolExecutor(1) as other:
+        streamed = other.submit(publisher.publish_stream, manifest_of(FINE), items(), step=1)
+        try:
+            assert inside.wait(60)
+            publisher.publish_async(FINE, step=2, dtype="int8")
+            with pytest.raises(InvalidRequest, match="int8"):
+                publisher.publish_stream(manifest_of(FINE), FINE, step=3)
+            later = publisher.publish_async(FINE, step=4)
+            with pytest.raises(Unavailable, match="goes on after"):
+                later.result(1)
+        finally:
+            go_on.set()
+        versions = [streamed.result(60).version, later.result(60).version]
+        assert [publisher.step_of(version) for version in versions] == [1, 4]
 
 
 def test_an_error_is_raised_once_by_result_or_by_the_next_call(relays: Relays) -> None:
