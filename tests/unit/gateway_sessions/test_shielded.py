@@ -19,7 +19,7 @@ from tests.support.middleman import Middleman
 from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_api.test_status import gateway, get
 from tests.unit.gateway_sessions.test_rewards import SAMPLE, post, turn
-from trainer_client import AsyncExperienceReader
+from trainer_client import AsyncExperienceReader, gateway_http
 
 
 async def hang_up(http: aiohttp.ClientSession, path: str, body: Any, entered: asyncio.Event) -> None:
@@ -87,7 +87,10 @@ async def test_a_reader_that_hangs_up_leaves_no_lease(tmp_path: Path, monkeypatc
         assert len((await post(http, "/experience/sample", SAMPLE))["trajectories"]) == 1
 
 
-async def test_a_batch_that_is_lost_on_its_way_comes_back_before_its_lease_ends(tmp_path: Path) -> None:
+async def test_a_batch_that_is_lost_on_its_way_comes_back_before_its_lease_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_http, "PATIENCE_S", 0.0)
     async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (found, http):
         await turn(http, "s", [5])
         await post(http, "/sessions/s/finish", {"reward": 1.0})
