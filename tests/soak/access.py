@@ -35,14 +35,14 @@ class Access:
         """The directory of a holder: `relay-1`, `gateway-1`, or one of those that `init` names after roles."""
         return self.fleet / holder
 
-    async def make(self, relays: Mapping[str, str], gateways: Sequence[str]) -> None:
-        """`relays`: the address of each. CalledProcessError where a command failed."""
+    async def make(self, relays: Mapping[str, Sequence[str]], gateways: Sequence[str]) -> None:
+        """`relays`: the addresses of each. CalledProcessError where a command failed."""
         self.key_file.touch(mode=0o600)
         self.key_file.write_text("".join(f"{role} {kind} {self.keys[kind]}\n" for kind, role in KEY_ROLES.items()))
         for fleet in (self.fleet, self.elsewhere):
             await _credentials("init", str(fleet))
-        for name, host in relays.items():
-            await _credentials("issue", str(self.fleet), "relay", name, "--host", host)
+        for name, hosts in relays.items():
+            await _credentials("issue", str(self.fleet), "relay", name, *(f"--host={host}" for host in hosts))
         for name in gateways:
             await _credentials("issue", str(self.fleet), "gateway", name)
 

@@ -143,7 +143,7 @@ class Fleet:
     async def start(self) -> None:
         """Stores first, then relays, engines, gateways, and whoever works with them."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        relays = {f"relay-{number}": _host(number) for number in RELAYS}
+        relays = {f"relay-{number}": (_host(number), _own(number)) for number in RELAYS}
         gateways = [f"gateway-{number}" for number in GATEWAYS]
         await self.access.make(relays, gateways)
         self._lay_out()

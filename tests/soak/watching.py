@@ -84,6 +84,8 @@ class Watchers:
         for version, spans in sorted(self._waiting.items()):
             sessions = sorted({span.session for span in spans})
             self._judge.find("wrong versions", f"version {version} was never published: {sessions}", len(spans))
+        if not self._judge.counts["snapshots read"]:
+            self._judge.find("stood still", "no snapshot of a relay was ever read")
 
     # ---- weights
 

@@ -40,7 +40,7 @@ def access(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
     access = Access(tmp_path_factory.mktemp("access"))
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv(CREDENTIALS_VARIABLE, raising=False)
-        asyncio.run(access.make({"relay-1": RELAY_HOST}, ["gateway-1"]))
+        asyncio.run(access.make({"relay-1": [RELAY_HOST]}, ["gateway-1"]))
         yield access
 
 
