@@ -41,14 +41,23 @@ async def place(tmp_path: Path) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSe
 
 
 async def shortest(ask: Callable[[int], Awaitable[None]]) -> float:
-    """The longest hold while `ask` runs, in the best of some tries: a busy machine makes single ones longer."""
+    """The longest hold while `ask` runs, in the best of some tries: a busy machine makes single ones longer.
+
+    Garbage is collected as in a gateway's process: a full pass over all that the tests of this process left takes longer
+    than what is measured."""
     found: list[float] = []
-    for number in range(TRIES):
-        async with beating() as holds:
-            await ask(number)
-        found.append(holds.longest_s)
-        if found[-1] < HOLD_S_MAX:
-            break
+    collector = asyncio.create_task(collect_regularly(lambda: True))
+    await asyncio.sleep(0)  # its first pass
+    try:
+        for number in range(TRIES):
+            async with beating() as holds:
+                await ask(number)
+            found.append(holds.longest_s)
+            if found[-1] < HOLD_S_MAX:
+                break
+    finally:
+        collector.cancel()
+        await asyncio.wait([collector])
     return min(found)
 
 
@@ -235,11 +244,7 @@ async def test_a_large_body(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 found = await read(answer, beginning=500)
                 assert (answer.status, code in found[1]) == (status, True), found
 
-        collector = asyncio.create_task(collect_regularly(lambda: True))  # as a gateway's process does
-        try:
-            assert await shortest(asked) < HOLD_S_MAX
-        finally:
-            collector.cancel()
+        assert await shortest(asked) < HOLD_S_MAX
 
 
 @pytest.mark.parametrize(
