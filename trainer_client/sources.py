@@ -3,14 +3,12 @@
 Invariants:
 - every tensor that cannot be published is refused here, by name, before a byte moves;
 - the caller's order is kept; a tensor with several names is published once, under the first;
-- what an iterator gives is held by its memory alone, so that a tensor that its iterator lets go is seen to be gone;
 - nothing imports torch: a torch tensor can only come from a caller that already did.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -50,8 +48,8 @@ def sources_of(tensors: NamedTensors, *, check_nan: bool = False, dtype: object 
     floats = None if dtype is None else float_name(dtype)
     for name, tensor in _pairs(tensors):
         source, identity = _source(name, tensor, floats)
-        owner = ties.owner(name, tensor, identity)
-        ties.check_kept(name, owner, identity)
+        owner = ties.owner(name, identity)
+        ties.check_kept(name, identity)
         if owner == name:
             kept.append(_nan_checked(source) if check_nan and source.dtype in _NAN else source)
         else:
@@ -77,32 +75,24 @@ class Ties:
     """Which names are names of one tensor. A name's identity is what it reads, by address (`torch_sources.identity`).
 
     The tensors of a state dict or a list are there together (`held_together`), so names with one identity are tied. An
-    iterator, or a mapping that makes tensors when they are asked for, may use the same memory again for the next name,
-    and nothing in a tensor proves that it did not: `_version` is lacking under inference_mode, begins anew with each
-    `.data`, and counts no write through numpy. So of its names two are tied only by two tensor objects, the earlier of
-    which is still there when the later one comes. The same object given twice may be a buffer, and one that is gone by
-    then may have been a view of a buffer.
+    iterator, or a mapping that makes tensors when they are asked for, may fill the same memory again for the next name,
+    also through views that it keeps, and nothing in a tensor proves that it did not: `_version` is lacking under
+    inference_mode, begins anew with each `.data`, and counts no write through numpy. So it ties none.
     """
 
     def __init__(self, tensors: object) -> None:
         self._together = held_together(tensors)
-        self._owners: dict[Hashable, tuple[str, weakref.ref[Any]]] = {}
+        self._owners: dict[Hashable, str] = {}
         self._kept: dict[Hashable, str] = {}  # the name at each address
 
-    def owner(self, name: str, tensor: object, identity: Hashable) -> str:
+    def owner(self, name: str, identity: Hashable) -> str:
         """The first name of this tensor."""
-        if not isinstance(identity, tuple):
-            return name
-        owner, earlier = self._owners.setdefault(identity, (name, weakref.ref(tensor)))
-        if owner != name and not self._are_two(earlier, tensor):
-            owner = name
-            self._owners[identity] = (name, weakref.ref(tensor))
-        return owner
+        return self._owners.setdefault(identity, name) if self._together else name
 
-    def check_kept(self, name: str, owner: str, identity: Hashable, *, keep: bool = True) -> None:
+    def check_kept(self, name: str, identity: Hashable, *, keep: bool = True) -> None:
         """InvalidRequest when an earlier tensor that is read later may have another content by now. `keep`: this one is
         read later, too, and whoever does so holds its memory until then."""
-        if self._together or owner != name or not isinstance(identity, tuple):
+        if self._together or not isinstance(identity, tuple):
             return
         if identity[0] in self._kept:
             raise InvalidRequest(
@@ -111,9 +101,6 @@ class Ties:
             )
         if keep:
             self._kept[identity[0]] = name
-
-    def _are_two(self, earlier: weakref.ref[Any], tensor: object) -> bool:
-        return self._together or not (earlier() is None or earlier() is tensor)
 
 
 Stable = bool | Collection[str] | Callable[[str], bool]
@@ -131,8 +118,8 @@ def held_still(tensors: NamedTensors, stable: Stable) -> list[tuple[str, Any]]:
     for name, tensor in _pairs(tensors):
         identity = _source(name, tensor)[1]
         is_stable = _is_stable(name, stable)
-        owner = ties.owner(name, tensor, identity)
-        ties.check_kept(name, owner, identity, keep=is_stable)
+        owner = ties.owner(name, identity)
+        ties.check_kept(name, identity, keep=is_stable)
         plain = tensor.view() if isinstance(tensor, np.ndarray) else tensor.detach()
         if not is_stable:
             if owner not in copies:

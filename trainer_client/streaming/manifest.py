@@ -103,7 +103,7 @@ def manifest_of(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Manif
             raise InvalidRequest(
                 f"{name!r} is a {type(tensor).__name__}, not a tensor", hint="leave other entries of a state dict out"
             )
-        owner = ties.owner(name, tensor, memory_of(name, tensor))
+        owner = ties.owner(name, memory_of(name, tensor))
         if owner == name:
             metas.append(TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
         else:

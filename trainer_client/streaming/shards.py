@@ -52,8 +52,7 @@ def shards_of(tensors: NamedTensors, names: Names | None, dtype: torch.dtype | N
         if name in found:
             raise InvalidRequest(f"tensor {name!r} comes twice", hint="give each name once")
         found[name] = _shard(name, tensor, dtype)
-        memory = memory_of(name, tensor)
-        ties.check_kept(name, ties.owner(name, tensor, memory), memory)
+        ties.check_kept(name, memory_of(name, tensor))
     return found
 
 

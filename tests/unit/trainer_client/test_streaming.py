@@ -138,6 +138,14 @@ def of_arrays(count: int) -> Iterator[tuple[str, Any]]:
         yield f"w{number}", buffer[:]
 
 
+def of_kept_views(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    buffer = torch.zeros(4)
+    views = {f"w{number}": buffer.view(2, 2) for number in range(count)}
+    for number, (name, view) in enumerate(views.items()):
+        view.copy_(torch.full((2, 2), number))
+        yield name, view
+
+
 class OfALoader:
     """No iterator, and yet each tensor is made when it is taken."""
 
@@ -156,7 +164,7 @@ def of_other_shapes(count: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 REFILLED: list[Callable[[int], Any]] = [of_one_buffer, of_one_tensor, of_inference, of_data, of_writes_through_numpy]
-REFILLED += [of_a_scratch_module, of_other_shapes, OfALoader]
+REFILLED += [of_a_scratch_module, of_other_shapes, of_kept_views, OfALoader]
 
 
 @pytest.mark.parametrize("pairs", REFILLED)
@@ -250,9 +258,8 @@ def test_tied_weights_are_found_where_their_tensors_are_held() -> None:
     mixed = {"embed.weight": net["embed"].weight, "head.weight": net["embed"].weight.data}
     together = (state, mixed, dict(state), mixed.items(), list(state.items()), tuple(state.items()), state.items())
     assert [[name for name, _ in gathered(one)] for one in together] == [["embed.weight"]] * len(together)
-    for held in (*together, ((name, one) for name, one in state.items())):
-        pairs = held if not isinstance(held, Iterator) else ((name, one) for name, one in state.items())
-        assert (manifest_of(held).tied, sources_of(pairs).tied) == (tied, tied)
+    for held in together:
+        assert (manifest_of(held).tied, sources_of(held).tied) == (tied, tied)
     conjugated = torch.ones(2, dtype=torch.complex64)
     assert manifest_of({"z": conjugated, "conj": conjugated.conj()}).tied == {}
 
