@@ -43,8 +43,8 @@ async def place(tmp_path: Path) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSe
 async def shortest(ask: Callable[[int], Awaitable[None]]) -> float:
     """The longest hold while `ask` runs, in the best of some tries: a busy machine makes single ones longer.
 
-    Garbage is collected as in a gateway's process: a full pass over all that the tests of this process left takes longer
-    than what is measured."""
+    Garbage is collected as in a gateway's process: a full pass over all that the tests of this process left takes
+    longer than what is measured."""
     found: list[float] = []
     collector = asyncio.create_task(collect_regularly(lambda: True))
     await asyncio.sleep(0)  # its first pass
