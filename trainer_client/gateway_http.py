@@ -145,19 +145,18 @@ async def request(
     *,
     body: bytes | None = None,
     query: Mapping[str, str | int] | None = None,
-    accept: str = "application/json",
+    headers: Mapping[str, str] | None = None,
     timeout_s: float,
 ) -> bytes:
     """`body`: JSON; None makes it a GET. Raises LaminarError: Unavailable if nobody answers, WrongServer if another
     server does, else the gateway's own."""
-    headers = {"Accept": accept, "Content-Type": "application/json"}
     with named_errors(http, url):
         answer = await http.request(
             "GET" if body is None else "POST",
             url + path,
             content=body,
             params=query,
-            headers=headers,
+            headers={"Accept": "application/json", "Content-Type": "application/json", **(headers or {})},
             timeout=timeout_s,
         )
     if answer.is_error:

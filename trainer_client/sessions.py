@@ -10,8 +10,9 @@ Invariants:
   one that another server answers. So a session outlives the restart of a gateway with `--data`, its model calls
   included;
 - a request that was carried out, and whose answer was lost, has no second effect: the gateway answers a repeated finish
-  or abandon as the first one, and a session whose name was drawn here is abandoned and opened anew. For a name that the
-  caller chose nothing proves whose the session is: the Conflict is raised, and the session left alone;
+  or abandon as the first one, and a model call as its key's; a session or group whose name was drawn here is abandoned
+  and opened anew. For a name that the caller chose nothing proves whose it is: the Conflict is raised, and what has it
+  left alone;
 - a session's model calls go where its `base_url` leads, which may be a place that only agents reach; finish and abandon
   go to the client's own URL. Each goes on once where a 421 says, to the gateway that has the session;
 - what is sent, and when again, is written once, as generators of steps (`_Gateway`): the two clients carry steps out.
@@ -24,7 +25,7 @@ import importlib
 import logging
 import secrets
 import threading
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -61,6 +62,7 @@ CALL_TIMEOUT_S = 1800.0
 OPENAI_RETRIES = 20
 """Of OpenAI's client, whose pauses grow to 8 s: it tries again for some two minutes."""
 REASON_CHARS = 300
+LOST = "the answer to its creation was lost"
 
 REWARDED_BY_TRAINER = "rewarded_by_trainer"
 """The metric of a session whose reward the trainer computes: the gateway's record has 0."""
@@ -99,6 +101,7 @@ class Post:
     gateway: str
     path: str
     body: Mapping[str, Any]
+    headers: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,36 +143,49 @@ class _Gateway:
         self._presences: dict[str, Presence] = {}
         """By the URL of a gateway: no more than share a Redis."""
 
-    def posted(self, gateway: str, path: str, body: Mapping[str, Any]) -> Steps[Any]:
-        return self._sent(gateway, path, body, self._retry(gateway, self._patience_s))
-
     def opened(self, fields: Mapping[str, Any]) -> Steps[Made]:
-        chosen = fields.get("session_id")
-        name = str(chosen or _new_name())
-        retry = self._retry(self.url, self._patience_s)
-        try:
-            made = yield from self._sent(self.url, "/sessions", {**fields, "session_id": name}, retry)
-        except Conflict as error:
-            if not retry.failed:
-                raise
-            if chosen:
-                raise Conflict(
-                    error.message,
-                    hint="an earlier try of this request was not answered and may have made it: look at it with "
-                    f"GET /sessions/{name}, and abandon it if it is yours",
-                ) from error
-            # An earlier try made it: who else has its name? Its key, which its agent needs, was lost with the answer.
-            lost = Made(name, f"{self.url}/sessions/{name}/v1", "")
-            yield from self.abandoned(lost, "the answer to its creation was lost")
-            made = yield from self.posted(self.url, "/sessions", {**fields, "session_id": _new_name()})
+        def forgone(name: str) -> Steps[object]:
+            return self.abandoned(Made(name, f"{self.url}/sessions/{name}/v1", ""), LOST)
+
+        made = yield from self._created("/sessions", "session_id", fields, forgone)
         return _made(made)
 
     def opened_group(self, size: int, fields: Mapping[str, Any]) -> Steps[tuple[str, list[Made]]]:
-        made = yield from self.posted(self.url, "/groups", {"group_size": size, **fields})
+        def forgone(name: str) -> Steps[object]:
+            return self.abandoned_group(name, LOST)
+
+        made = yield from self._created("/groups", "group_id", {"group_size": size, **fields}, forgone)
         return made["group_id"], [_made(member) for member in made["sessions"]]
 
+    def _created(
+        self, path: str, name_field: str, fields: Mapping[str, Any], forgone: Callable[[str], Steps[object]]
+    ) -> Steps[Any]:
+        """What is made under a name, once. `forgone` ends what was made without an answer."""
+        chosen = fields.get(name_field)
+        while True:
+            name, retry = str(chosen or _new_name(name_field[0])), self._retry(self.url, self._patience_s)
+            try:
+                return (yield from self._sent(self.url, path, {**fields, name_field: name}, retry))
+            except Conflict as error:
+                if not retry.failed:
+                    raise
+                if chosen:
+                    raise Conflict(
+                        error.message,
+                        hint="an earlier try of this request was not answered and may have made it: look at it with "
+                        f"GET {path}/{name}, and abandon it if it is yours",
+                    ) from error
+            # An earlier try made it: who else has its name? Keys, which agents need, were lost with the answer.
+            yield from forgone(name)
+
+    def called(self, session: Made, path: str, body: Mapping[str, Any]) -> Steps[Any]:
+        """A model call. Each has a key: the gateway may have answered a try whose answer did not come."""
+        retry, key = self._retry(session.gateway, self._patience_s), secrets.token_hex(16)
+        return self._sent(session.gateway, session.path + path, body, retry, headers={"Idempotency-Key": key})
+
     def finished(self, session: Made, outcome: Outcome, giver: str) -> Steps[None]:
-        yield from self.posted(self.url, f"{session.path}/finish", outcome.body(giver))
+        retry = self._retry(self.url, self._patience_s)
+        yield from self._sent(self.url, f"{session.path}/finish", outcome.body(giver), retry)
 
     def abandoned(self, session: Made, reason: str) -> Steps[Made | None]:
         """The session that takes its place in its group, if one does."""
@@ -200,7 +216,14 @@ class _Gateway:
         return self._sent(gateway, f"{path}/abandon", body, retry, stops=False)
 
     def _sent(
-        self, gateway: str, path: str, body: Mapping[str, Any], retry: Retry, *, stops: bool = True
+        self,
+        gateway: str,
+        path: str,
+        body: Mapping[str, Any],
+        retry: Retry,
+        *,
+        headers: Mapping[str, str] | None = None,
+        stops: bool = True,
     ) -> Steps[Any]:
         """`stops`: a stopped client does not even try."""
         misdirected = False
@@ -208,7 +231,7 @@ class _Gateway:
             if stops:
                 yield Pause(0.0)
             try:
-                answer = yield Post(gateway, path, body)
+                answer = yield Post(gateway, path, body, headers or {})
             except Misdirected as error:
                 if misdirected or not error.url:
                     raise
@@ -243,10 +266,10 @@ def _decoded(answer: bytes, url: str) -> dict[str, Any]:
         raise WrongServer(f"{url} answered with something else: {error}", hint=WRONG_SERVER) from error
 
 
-def _new_name() -> str:
+def _new_name(kind: str) -> str:
     """Drawn here and not by the gateway, also where that costs a call of a shared Redis: a session whose answer was
     lost can be abandoned by its name, and does not stay live beside the one that is opened in its place."""
-    return f"s-{secrets.token_hex(8)}"
+    return f"{kind}-{secrets.token_hex(8)}"
 
 
 def _openai() -> Any:
@@ -420,7 +443,7 @@ class Sessions:
 
     def post(self, session: Made, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a session's call, after as many tries as it takes within `patience_s`. Raises LaminarError."""
-        answer: dict[str, Any] = self._carry_out(self._gateway.posted(session.gateway, session.path + path, body))
+        answer: dict[str, Any] = self._carry_out(self._gateway.called(session, path, body))
         return answer
 
     def _carry_out(self, steps: Steps[T]) -> T:
@@ -443,7 +466,7 @@ class Sessions:
                 raise Stopped("the request was not sent", hint="the client is being stopped")
             return None
         with named_errors(self._http, step.gateway):
-            answer = self._http.post(step.gateway + step.path, json=step.body)
+            answer = self._http.post(step.gateway + step.path, json=step.body, headers=step.headers)
         if answer.is_error:
             raise error_of(answer, step.gateway)
         return _decoded(answer.content, step.gateway)
@@ -542,5 +565,7 @@ class AsyncSessions:
             await asyncio.sleep(step.seconds)
             return None
         body = msgspec.json.encode(step.body)
-        answer = await request(self._http, step.gateway, step.path, body=body, timeout_s=self._timeout_s)
+        answer = await request(
+            self._http, step.gateway, step.path, body=body, headers=step.headers, timeout_s=self._timeout_s
+        )
         return _decoded(answer, step.gateway)

@@ -102,7 +102,7 @@ async def test_a_block_that_ends_without_a_finish_abandons_its_session_and_says_
 
 
 class Loses(Sessions):
-    """Loses the answer to each request about sessions once: it is carried out, and sent again."""
+    """Loses the answer to each request once: it is carried out, and sent again."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, MODEL)
@@ -112,27 +112,31 @@ class Loses(Sessions):
         if isinstance(step, Pause):
             return None
         answer = super()._done(step)
-        if step.path not in self.lost and "/v1/" not in step.path:
+        if step.path not in self.lost:
             self.lost[step.path] = answer
             raise Unavailable("the answer was lost")
         return answer
 
 
 async def test_what_was_carried_out_and_not_answered_has_no_second_effect(scene: Scene) -> None:
-    def work() -> tuple[str, str, str]:
+    def work() -> tuple[str, set[str], set[str]]:
         with Loses(scene.url) as sessions:
             with sessions.open(group_id="g") as session:
                 session.complete([5], max_tokens=2)
                 session.finish(1.0)
             abandoned = sessions.open()
             abandoned.abandon("no agent")
-            assert len(sessions.lost) == 4, "the open, the finish, and both abandons"
-            return sessions.lost["/sessions"]["session_id"], session.session_id, abandoned.session_id
+            assert len(sessions.lost) == 5, "the open, the call, the finish, and both abandons"
+            _, members = sessions.open_group(2)
+            unanswered = [sessions.lost["/sessions"], *sessions.lost["/groups"]["sessions"]]
+            ended = {abandoned.session_id, *(made["session_id"] for made in unanswered)}
+            return session.session_id, ended, {member.session_id for member in members}
 
-    unanswered, played, abandoned = await asyncio.to_thread(work)
+    played, ended, members = await asyncio.to_thread(work)
     found = await scene.trajectory()
     assert (found.session_id, found.group_id, found.reward, found.turns) == (played, "g", 1.0, 1)
-    assert {await scene.state(name) for name in (unanswered, abandoned)} == {"abandoned"}
+    assert {await scene.state(name) for name in ended} == {"abandoned"}
+    assert {await scene.state(name) for name in members} == {"live"}
 
 
 class Drops(Sessions):
