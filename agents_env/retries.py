@@ -1,4 +1,5 @@
-"""Retries of requests: only of those that the server certainly did not begin, and within the given patience.
+"""Retries of requests: only of those that the server certainly did not begin, or that may be sent twice, and within the
+given patience.
 
 Not begun means that the connection was never made, or that the response was 429 or 503. A connection that broke later
 may have begun a turn, and a session must not have a turn twice: that rollout fails, and its retry gets a new session.
@@ -16,6 +17,8 @@ from typing import TypeVar
 import openai
 
 RETRIED_STATUSES = frozenset({429, 503})
+PROXY_STATUSES = frozenset({502, 504})
+"""What a proxy answers that got none."""
 NEVER_CONNECTED = frozenset({"ConnectError", "ConnectTimeout"})
 """Names of exceptions: the HTTP library that raises them depends on the version of the OpenAI client."""
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.25, 8.0
@@ -37,6 +40,12 @@ def not_begun(error: openai.APIError) -> NotBegun | None:
     if isinstance(error, openai.APIConnectionError) and type(error.__cause__).__name__ in NEVER_CONNECTED:
         return NotBegun(None)
     return None
+
+
+def _is_lost(error: openai.APIError) -> bool:
+    """Whether the answer did not come."""
+    by_proxy = isinstance(error, openai.APIStatusError) and error.status_code in PROXY_STATUSES
+    return by_proxy or isinstance(error, openai.APIConnectionError)
 
 
 def parse_retry_after_s(header: str | None) -> float | None:
@@ -68,7 +77,7 @@ async def with_retries(
             return await request()
         except openai.APIError as error:
             again = not_begun(error)
-            if again is None and repeatable and isinstance(error, openai.APIConnectionError):
+            if again is None and repeatable and _is_lost(error):
                 again = NotBegun(None)
             if again is None:
                 raise

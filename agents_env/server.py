@@ -212,7 +212,8 @@ class Server:
         if not self._sessions:
             return
         body = {"reward": outcome.reward, "status": outcome.status, "metrics": dict(outcome.metrics)}
-        answer = await self.post(f"/sessions/{session.session_id}/finish", body, session.usage)
+        # The gateway answers a repeated finish as the first: a lost answer does not have the sample played twice.
+        answer = await self.post(f"/sessions/{session.session_id}/finish", body, session.usage, repeatable=True)
         if not session.usage.turns:  # calls that did not go through `chat`: the gateway has counted them
             session.usage.turns = int(answer.get("turns", 0))
             session.usage.completion_tokens = int(answer.get("sampled_tokens", 0))

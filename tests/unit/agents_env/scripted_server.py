@@ -37,6 +37,7 @@ class ScriptedServer:
         self.model = model
         self.url = ""
         self.refuse: dict[str, deque[Refusal]] = defaultdict(deque)
+        self.lost: deque[Refusal | None] = deque()  # instead of the answer to a finish, once carried out; None: a cut
         self.sessions: dict[str, dict[str, Any]] = {}
         self.finished: dict[str, dict[str, Any]] = {}
         self.abandoned: dict[str, str] = {}
@@ -104,6 +105,11 @@ class ScriptedServer:
         if refused := self._refusal("finish"):
             return refused
         self.finished[request.match_info["session"]] = await request.json()
+        if self.lost:
+            if (instead := self.lost.popleft()) is not None:
+                return web.Response(status=instead.status, text=instead.body)
+            assert request.transport is not None
+            request.transport.abort()
         return web.json_response({})
 
     async def _abandon(self, request: web.Request) -> web.Response:

@@ -157,6 +157,14 @@ async def test_the_progress_says_why_requests_wait() -> None:
         assert (await running).waits_for == ""
 
 
+async def test_a_finish_whose_answer_was_lost_is_sent_again_and_its_sample_counts_once() -> None:
+    async with serving(repeat) as server:
+        server.lost += [None, Refusal(502, body="a page of a proxy")]
+        statistics, _ = await roll_out(server, plan(groups=1))
+    assert (statistics.rollouts, statistics.failed, statistics.retries) == (3, 0, 2)
+    assert (len(server.finished), server.abandoned) == (3, {})
+
+
 PHASES = {"chat": "model", "open": "session", "finish": "session"}
 
 
