@@ -44,16 +44,18 @@ takes some 0.6 ns a byte, for text, ids and small objects alike."""
 OBJECT_BYTES, LIST_BYTES, STRING_BYTES, NUMBER_BYTES = 180, 68, 60, 4
 """Of CPython 3.11: an object of up to five fields, an empty list, a short string; of a number, each of its digits and
 the comma behind it, since short ones are shared."""
-KEY_BYTES = 200
-"""What a key takes besides its text: some 100 bytes in an object of many, and twice their time to find its place."""
-TEXTS_BYTES_MAX = 16 << 20
-"""What JSON that is text of a body may take decoded. Python's own parser reads it, in one call, and two to three times
+KEY_BYTES, SMALL_KEY_BYTES = 200, 80
+"""What a key takes besides its text: some 100 bytes in an object of many, and twice their time to find its place; less
+in a small object, whose table stays in the processor's cache."""
+TEXT_BYTES_MAX = 16 << 20
+"""What JSON in one text of a body may take decoded. Python's own parser reads it, in one call, and two to three times
 as long as the body's takes."""
 ESCAPE_BYTES = 4
 """What decoding an escape takes longer than a byte of text."""
 NULLS_BYTES_MAX = 1 << 20
 """Of a body whose unknown fields are looked through for nulls."""
 _PIECE_BYTES = 256 << 10
+_SMALL_OBJECT = re.compile(rb"\{[^{}\[\]]{0,128}\}")
 _WIDE = re.compile(rb"[\xf0-\xf4]|\\u[dD][89abAB]")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
@@ -154,25 +156,29 @@ def check_decoded(raw: bytes, most: int) -> None:
 
 
 def check_texts(what: str, texts: Sequence[str]) -> None:
-    """Raises BodyTooLarge for texts, named by `what`, that as JSON may take too much decoded, all together."""
-    if sum(map(len, texts)) * OBJECT_BYTES <= TEXTS_BYTES_MAX:
+    """Raises BodyTooLarge for texts, named by `what`, of which one may take too much as JSON, or all together."""
+    if sum(map(len, texts)) * OBJECT_BYTES <= TEXT_BYTES_MAX:
         return
     taken = 0
     for text in texts:
-        taken += _decoded_bytes(text.encode(), TEXTS_BYTES_MAX)
-        if taken > TEXTS_BYTES_MAX:
-            raise BodyTooLarge(f"{what} would take more than {TEXTS_BYTES_MAX >> 20} MiB decoded", hint="send less")
+        own = _decoded_bytes(text.encode(), TEXT_BYTES_MAX, in_text=True)
+        taken += own
+        if own > TEXT_BYTES_MAX or taken > DECODED_BYTES_MAX:
+            most = TEXT_BYTES_MAX if own > TEXT_BYTES_MAX else DECODED_BYTES_MAX
+            raise BodyTooLarge(f"{what} would take more than {most >> 20} MiB decoded", hint="send less")
 
 
-def _decoded_bytes(raw: bytes, most: int) -> int:
+def _decoded_bytes(raw: bytes, most: int, *, in_text: bool = False) -> int:
     """About what JSON takes decoded: its values by their number, text by the widest of its characters, since one of
-    them widens its whole string. Beyond `most` only that it is more. It works in pieces."""
+    them widens its whole string. Beyond `most` only that it is more. It works in pieces.
+
+    `in_text`: what bounds it is the time of Python's parser, for which no text is wide and no object small."""
     taken, num_escapes, width, in_string, begin = 0, 0, 1, False, 0
     while begin < len(raw) and taken <= most:
         piece = raw[begin : begin + _PIECE_BYTES]
         if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # no escape is cut
             piece = raw[begin : begin + _PIECE_BYTES + 1]
-        if not piece.isascii() or b"\\u" in piece:
+        if not in_text and (not piece.isascii() or b"\\u" in piece):
             width = max(width, 4 if _WIDE.search(raw, begin, begin + len(piece) + 4) else 2)
         begin += len(piece)
         if num := piece.count(b"\\"):
@@ -181,7 +187,10 @@ def _decoded_bytes(raw: bytes, most: int) -> int:
         parts = piece.split(b'"')
         outside = b"".join(parts[in_string::2]).translate(None, b" \t\r\n")
         in_string ^= len(parts) % 2 == 0
-        taken += outside.count(b"{") * OBJECT_BYTES + outside.count(b"[") * LIST_BYTES + outside.count(b":") * KEY_BYTES
+        taken += outside.count(b"{") * OBJECT_BYTES + outside.count(b"[") * LIST_BYTES
+        keys = outside.count(b":")
+        dear = keys if in_text else _SMALL_OBJECT.sub(b"", outside).count(b":")
+        taken += dear * KEY_BYTES + (keys - dear) * SMALL_KEY_BYTES
         taken += (len(outside) + outside.count(b",")) * NUMBER_BYTES + len(parts) // 2 * STRING_BYTES
     return taken + len(raw) * width + num_escapes * ESCAPE_BYTES
 

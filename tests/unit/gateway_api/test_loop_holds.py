@@ -193,6 +193,12 @@ def keys(field: str, num: int, more: str = "") -> bytes:
     return b'{%s"%s":{%s}}' % (more.encode(), field.encode(), b",".join(b'"%d":1.5' % number for number in range(num)))
 
 
+def tasks(num: int, fields: int) -> bytes:
+    """So many tasks, each of so many small fields."""
+    data = b",".join(b'"field_%d":"the value %d"' % (number, number) for number in range(fields))
+    return b'{"tasks":[%s]}' % b",".join([b'{"data":{%s}}' % data] * num)
+
+
 def call(arguments: bytes) -> bytes:
     """A chat with a call of these arguments."""
     function = b'{"name":"get","arguments":"%s"}' % arguments.replace(b'"', b'\\"')
@@ -215,6 +221,10 @@ BODIES: dict[str, tuple[Callable[[], bytes], tuple[int, bytes]]] = {
     ),
     "a call of a long list": (lambda: call(b'{"a":[' + b"1234567," * 2_000_000 + b"1]}"), TOO_LARGE),
     "a call of as long a list as is taken": (lambda: call(b'{"a":[' + b"1234567," * 380_000 + b"1]}"), TOO_LONG),
+    "a call of a long text with a wide character": (
+        lambda: call(b'{"a":"' + b"def f(x): return " * (5_000_000 // 17) + "\U0001f600".encode() + b'"}'),
+        TOO_LONG,
+    ),
     "a schema in text": (
         lambda: CHAT + b'"x"}],"structured_outputs":{"json":"[' + b"1234567," * 2_000_000 + b'1]"}}',
         TOO_LARGE,
@@ -225,7 +235,7 @@ BODIES: dict[str, tuple[Callable[[], bytes], tuple[int, bytes]]] = {
         (200, b"prompt_tokens"),
     ),
     "as many messages as are taken": (
-        lambda: b'{"model":"policy","messages":[' + b",".join([MESSAGE] * 40_000) + b"]}",
+        lambda: b'{"model":"policy","messages":[' + b",".join([MESSAGE] * 60_000) + b"]}",
         TOO_LONG,
     ),
 }
@@ -298,8 +308,10 @@ BOUND = 40 << 20
         (b"[" + b"{}," * (BOUND // 300) + b"{}]", True),
         (keys("a", 130_000), True),
         (keys("a", 160_000), False),
+        (tasks(10_000, 10), True),
+        (tasks(40_000, 10), False),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_a_body_is_priced_by_what_it_takes_decoded(raw: bytes, kept: bool) -> None:
     for shift in range(3):  # wherever the pieces end
