@@ -24,6 +24,8 @@ from gateway.core.types import EngineName, TokenDelta, TurnRecord, Version
 
 UNREAD_TOKENS_MAX = 1024
 """Tokens that wait for a slow client before its engine's stream is held back."""
+READ_TOKENS_MAX = 512
+"""Tokens of a record that a reader gets in one step: with stop strings and tools each takes some 30 us."""
 PATIENCE_S = 2.0
 """For a client that has not read on: other turns need the engine's place."""
 
@@ -196,16 +198,18 @@ class Audience:
         """
         reader = self._enter(_Reader(take, at_end))
         try:
-            held = self._hand(reader)
+            held = self._hand(reader, READ_TOKENS_MAX)
             while True:
                 if held is not None:
                     await held
                 if reader.over:
                     return
-                if held is not None:
-                    held = self._hand(reader)
-                else:
+                if held is None and not self._has_more(reader):
                     held = await self._wait(reader)
+                    continue
+                if held is None:
+                    await asyncio.sleep(0)  # others go on between the pieces of a long record
+                held = self._hand(reader, READ_TOKENS_MAX)
         finally:
             self._leave(reader)
 
@@ -226,25 +230,30 @@ class Audience:
         finally:
             reader.waiting = None
 
-    def _hand(self, reader: _Reader) -> Awaitable[object] | None:
-        """Gives the reader what is there, until it has to await something, which is returned."""
+    def _has_more(self, reader: _Reader) -> bool:
+        return reader.position < self._shown and (self._over or not reader.at_end)
+
+    def _hand(self, reader: _Reader, most: int | None = None) -> Awaitable[object] | None:
+        """Gives the reader what is there, or `most` tokens, until it has to await something, which is returned."""
         if reader.at_end and not self._over:
             return None
-        while (delta := self._next(reader)) is not None:
+        while (delta := self._next(reader, None if reader.at_end else most)) is not None:
             reader.over = delta.finish_reason is not None
             held = reader.take(delta)
             if held is not None or reader.over:
                 return held
-            if reader.position >= self._shown and not self._over:
+            if most is not None or (reader.position >= self._shown and not self._over):
                 return None
         return None
 
-    def _next(self, reader: _Reader) -> TokenDelta | None:
+    def _next(self, reader: _Reader, most: int | None) -> TokenDelta | None:
         record, start = self._record, reader.position
         segments = record.segments
         while reader.segment + 1 < len(segments) and segments[reader.segment + 1].start <= start:
             reader.segment += 1
         end = self._shown if reader.segment + 1 >= len(segments) else segments[reader.segment + 1].start
+        if most is not None:
+            end = min(end, start + most)
         last = self._over and self._failure is None and end >= self._shown
         if end <= start and not last:
             return None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.core.types import SamplingParams, SessionId, TokenDelta, TurnId, TurnRecord, TurnRequest
 from gateway.turns import audience as audience_module
-from gateway.turns.audience import UNREAD_TOKENS_MAX, Audience
+from gateway.turns.audience import READ_TOKENS_MAX, UNREAD_TOKENS_MAX, Audience
 from protos.errors import Conflict
 from protos.trajectories import Segment
 
@@ -64,6 +64,32 @@ class Client:
     @property
     def ids(self) -> list[int]:
         return [token for delta in self.got for token in delta.token_ids]
+
+
+@pytest.mark.parametrize("over", [True, False], ids=["ended", "running"])
+async def test_others_go_on_between_the_pieces_of_a_long_record(over: bool) -> None:
+    record, audience = turn()
+    client, seen, all_read = Client(), set[int](), asyncio.Event()
+
+    async def beside() -> None:
+        while True:
+            seen.add(len(client.ids))
+            if len(client.ids) == len(record.token_ids):
+                all_read.set()
+            await asyncio.sleep(0)
+
+    say(record, audience, 5 * READ_TOKENS_MAX)
+    other = asyncio.create_task(beside())
+    if over:
+        end(record, audience)
+    reading = asyncio.create_task(audience.read(client.take))
+    await asyncio.wait_for(all_read.wait(), 60)
+    if not over:
+        end(record, audience)
+    await asyncio.wait_for(reading, 60)
+    other.cancel()
+    assert client.ids == list(range(5 * READ_TOKENS_MAX))
+    assert {READ_TOKENS_MAX * piece for piece in range(1, 5)} <= seen
 
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.integers(0, 8), st.booleans(), st.booleans())
