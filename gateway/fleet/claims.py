@@ -20,6 +20,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
@@ -70,7 +71,7 @@ async def engine_keys(url: str) -> EngineKeys:
     addresses = await _addresses(host, port)
     sure, possible = {host}, addresses
     if any(map(_is_here, addresses)):
-        sure = {_network_namespace(), *([host] if any(map(_is_reached, addresses)) else [])}
+        sure = {_network_namespace(), *([host] if any(map(_is_reached, addresses)) or _is_own_name(host) else [])}
         possible = set(filter(_is_reached, addresses | await asyncio.to_thread(_own_addresses)))
 
     def keys(hosts: set[str]) -> frozenset[str]:
@@ -101,7 +102,14 @@ def _is_here(address: str) -> bool:
 
 def _is_reached(address: str) -> bool:
     """Whether others reach this host by it."""
-    return not (address.startswith("127.") or address == "::1")
+    found = ip_address(address.partition("%")[0])
+    return not (found.is_loopback or found.is_unspecified)
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether others call this host so, where it leads to loopback here (Debian's 127.0.1.1)."""
+    name = host.partition(".")[0]
+    return name != "localhost" and name == socket.gethostname().partition(".")[0].lower()
 
 
 def _own_addresses() -> set[str]:

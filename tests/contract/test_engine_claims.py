@@ -106,8 +106,25 @@ async def test_what_an_engine_is_known_by(monkeypatch: pytest.MonkeyPatch) -> No
     assert here == await engine_keys("http://localhost:8000")
     assert here.sure <= (await engine_keys(f"http://{socket.gethostname()}:8000")).sure
     assert "127.0.0.1:8000" not in here.sure | here.possible, "on another host it is another engine"
+    for unspecified in ("http://0.0.0.0:8000", "http://[::]:8000"):
+        assert (await engine_keys(unspecified)).sure == here.sure, "which is this host, on every host"
     monkeypatch.setattr(claims, "_own_addresses", lambda: {"192.0.2.7"})
     assert (await engine_keys("http://127.0.0.1:8000")).possible == {"192.0.2.7:8000"}, "as other hosts know it"
+
+
+async def test_a_host_whose_own_name_leads_to_loopback_is_known_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Debian, and as other hosts write it."""
+
+    async def resolved(host: str, port: int) -> set[str]:
+        return {"127.0.1.1"}
+
+    monkeypatch.setattr(claims, "_addresses", resolved)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node5")
+    for name in ("node5", "node5.cluster.example"):
+        assert f"{name}:8000" in (await engine_keys(f"http://{name}:8000")).sure
+    assert "engine:8000" not in (await engine_keys("http://engine:8000")).sure, "on another host it is another engine"
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert "localhost:8000" not in (await engine_keys("http://localhost:8000")).sure
 
 
 async def test_an_address_that_many_names_lead_to_is_that_of_whoever_wrote_it(
