@@ -110,13 +110,17 @@ class AsyncPublisher(AsyncClient):
         self.wait: Wait = wait
         self._force_tcp = force_tcp
         self._reached = False
-        self._looked = False  # whether anybody watches the model
+        self._looking: asyncio.Task[None] | None = None  # whether anybody watches the model
         self._newest: AsyncTicket | None = None
         self.state = RunState(model, self.run)
         self._publish_lock = asyncio.Lock()  # versions of one run are numbered in the order of the calls
 
     async def close(self) -> None:
-        await self._relay.close()
+        try:
+            if self._looking is not None:
+                await self._looking
+        finally:
+            await self._relay.close()
 
     async def publish(
         self,
@@ -183,11 +187,11 @@ class AsyncPublisher(AsyncClient):
 
     async def wait_for(self, ticket: AsyncTicket, arguments: PublishArguments) -> None:
         """Waits as far as the publish does. Until it has, the next publish of the same step takes the same version."""
+        if self._looking is None and self._rank.index == 0:
+            # Nobody waits for it but `close`: a relay that is away has as long as others take to answer.
+            self._looking = asyncio.create_task(self._tell_if_unwatched(), name="look-for-watchers")
         with self._relay.doubts.while_unknown(Doubt(ticket), VersionLost):
             await wait_for(ticket, arguments.wait, arguments.timeout_s)
-        if not self._looked and self._rank.index == 0:
-            self._looked = True
-            await self._tell_if_unwatched()
 
     async def _tell_if_unwatched(self) -> None:
         """A relay that is watched for other models alone says so itself, in the ticket's warnings. One that nobody

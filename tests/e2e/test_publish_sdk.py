@@ -186,9 +186,10 @@ async def test_the_asynchronous_face_publishes_concurrently_for_two_models(tier:
 
 
 async def test_a_publish_under_a_name_that_no_gateway_follows_is_told(
-    tier: Tier, caplog: pytest.LogCaptureFixture
+    tier: Tier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gateways follow the relays beside their engines: the one that the trainer publishes to may have no watcher."""
+    """Gateways follow the relays beside their engines: the one that the trainer publishes to may have no watcher. The
+    publish does not wait for what shows that."""
     async with RelayClient(tier.address(1)) as gateway, AsyncPublisher(tier.address(0), "followed") as publisher:
         watching = gateway.watch("followed")
         coming = asyncio.ensure_future(anext(watching))
@@ -196,8 +197,17 @@ async def test_a_publish_under_a_name_that_no_gateway_follows_is_told(
         await coming
         assert "nobody watches" not in caplog.text
         async with AsyncPublisher(tier.address(0), "folowed") as mistyped:
-            for step in (1, 2):
-                await mistyped.publish({"w": torch.ones(2)}, step=step)
+            published, statuses = asyncio.Event(), mistyped._relay.statuses
+
+            async def late() -> list[RelayStatus]:
+                await published.wait()
+                return await statuses()
+
+            monkeypatch.setattr(mistyped._relay, "statuses", late)
+            async with asyncio.timeout(60):
+                for step in (1, 2):
+                    await mistyped.publish({"w": torch.ones(2)}, step=step)
+            published.set()
         told = [record.message for record in caplog.records if "nobody watches" in record.message]
         assert told == [
             "nobody watches model 'folowed' at 2 relays, where 'followed' is watched: no engine is served with what is "
