@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ PROXY_STATUSES = frozenset({502, 504})
 """What a proxy answers that got none."""
 NEVER_CONNECTED = frozenset({"ConnectError", "ConnectTimeout"})
 """Names of exceptions: the HTTP library that raises them depends on the version of the OpenAI client."""
+NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
+"""OpenSSL's names, by release, for an answer to the handshake that is none of TLS."""
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.25, 8.0
 
 T = TypeVar("T")
@@ -38,8 +41,16 @@ def not_begun(error: openai.APIError) -> NotBegun | None:
     if isinstance(error, openai.APIStatusError) and error.status_code in RETRIED_STATUSES:
         return NotBegun(parse_retry_after_s(error.response.headers.get("retry-after")))
     if isinstance(error, openai.APIConnectionError) and type(error.__cause__).__name__ in NEVER_CONNECTED:
-        return NotBegun(None)
+        return None if _is_wrong_tls(error) else NotBegun(None)
     return None
+
+
+def _is_wrong_tls(error: BaseException | None) -> bool:
+    """Whether the handshake fails every time: a certificate that is refused, or no TLS at all. A class of the HTTP
+    library and one of its transport stand before OpenSSL's."""
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return isinstance(error, ssl.SSLCertVerificationError) or (error is not None and error.reason in NO_TLS)
 
 
 def _is_lost(error: openai.APIError) -> bool:
@@ -77,7 +88,7 @@ async def with_retries(
             return await request()
         except openai.APIError as error:
             again = not_begun(error)
-            if again is None and repeatable and _is_lost(error):
+            if again is None and repeatable and _is_lost(error) and not _is_wrong_tls(error):
                 again = NotBegun(None)
             if again is None:
                 raise

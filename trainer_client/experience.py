@@ -37,7 +37,16 @@ from protos.errors import (
 )
 from protos.packed import Damaged, Offer
 from trainer_client.batches import ACCEPTED, Batch, batch_of
-from trainer_client.gateway_http import WRONG_SERVER, NoAnswer, Presence, Retry, download, patiently, request
+from trainer_client.gateway_http import (
+    WRONG_SERVER,
+    NoAnswer,
+    Presence,
+    Retry,
+    download,
+    our_transport,
+    patiently,
+    request,
+)
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.old_run import OnOldRun, check_on_old_run, meet
 from trainer_client.unanswered import Unanswered
@@ -143,8 +152,7 @@ class AsyncExperienceReader(AsyncClient):
         self._presence = Presence(f"the gateway at {self._url}")
         self._timeout_s = timeout_s
         self._credentials = bearer(api_key)
-        # A cluster-internal address, never a proxy.
-        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False, headers=self._credentials)
+        self._http = httpx.AsyncClient(timeout=timeout_s, headers=self._credentials, **our_transport())
 
     @property
     def trainer_version(self) -> int:

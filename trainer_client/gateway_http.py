@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +42,9 @@ log = logging.getLogger(__name__)
 
 ADDRESS = "pass the URL that `gateway serve` prints, such as http://127.0.0.1:8080"
 WRONG_SERVER = "is another server listening there? `gateway serve` prints its URL"
+CERTIFICATES = "SSL_CERT_FILE names a file with the certificates of the CAs to trust"
+NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
+"""OpenSSL's names, by release, for an answer to the handshake that is none of TLS."""
 
 PATIENCE_S = 60.0
 """How long a request is sent again while nobody answers: the server may be starting, or starting again."""
@@ -159,13 +163,34 @@ async def request(
             headers={"Accept": "application/json", "Content-Type": "application/json", **(headers or {})},
             timeout=timeout_s,
         )
-    if answer.is_error:
+    if not answer.is_success:  # a redirect, too: nothing has landed
         raise error_of(answer, url)
     return answer.content
 
 
+def our_transport() -> dict[str, Any]:
+    """Arguments of an httpx client: the address is one of the cluster, never a proxy's. InvalidRequest where
+    SSL_CERT_FILE names no certificates."""
+    return {"trust_env": False, "verify": _certificates()}
+
+
+def _certificates() -> ssl.SSLContext:
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise InvalidRequest(f"SSL_CERT_FILE cannot be read: {error}", hint=CERTIFICATES) from error
+
+
 def _no_http(url: str, error: Exception) -> WrongServer:
     return WrongServer(f"what answers at {url} speaks no HTTP/1.1: {error}", hint=WRONG_SERVER)
+
+
+def _refuse_tls(url: str, error: BaseException | None) -> None:
+    """WrongServer for a failed handshake that fails every time."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        raise WrongServer(f"the certificate of {url} is refused: {error.verify_message}", hint=CERTIFICATES) from error
+    if isinstance(error, ssl.SSLError) and error.reason in NO_TLS:
+        raise WrongServer(f"what answers at {url} speaks no TLS", hint="begin the URL with http://") from error
 
 
 @contextmanager
@@ -176,8 +201,9 @@ def named_errors(http: httpx.AsyncClient | httpx.Client, url: str) -> Iterator[N
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise InvalidRequest(f"gateway address {url!r}: {error}", hint=ADDRESS) from error
     except httpx.TransportError as error:
-        cause = error.__cause__  # httpcore's; its context is h11's, unless the connection ended before a head
+        cause = error.__cause__  # httpcore's; its context is OpenSSL's, or h11's unless it ended before a head
         broken = None if cause is None else cause.__context__
+        _refuse_tls(url, broken)
         if isinstance(broken, h11.RemoteProtocolError) and not str(broken).startswith(_CUT):
             raise _no_http(url, error) from error
         reason = str(error) or type(error).__name__
@@ -213,7 +239,7 @@ async def download(
                 answer,
                 moved=lambda: limit.reschedule(loop.time() + timeout_s),
             )
-            secure = httpx.create_ssl_context() if target.scheme == "https" else None
+            secure = _certificates() if target.scheme == "https" else None
             port = target.port or (80 if secure is None else 443)
             await loop.create_connection(lambda: exchange, target.host, port, ssl=secure)
             failed = NoAnswer
@@ -226,10 +252,11 @@ async def download(
             raise _no_http(url, error) from error
         raise NoAnswer(f"the answer of the gateway at {url} is broken: {error}", hint=ADDRESS) from error
     except OSError as error:
+        _refuse_tls(url, error)
         silent = isinstance(error, TimeoutError) and not str(error)
         reason = f"it was silent for {timeout_s:g} s" if silent else str(error) or type(error).__name__
         raise failed(f"no answer from the gateway at {url}: {reason}", hint=ADDRESS) from error
-    if answer.status >= 400:
+    if not 200 <= answer.status < 300:
         raise error_of(httpx.Response(answer.status, headers=answer.headers, content=bytes(answer.body)), url)
     return answer.body.toreadonly()
 

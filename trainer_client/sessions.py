@@ -47,7 +47,16 @@ from protos.errors import (
     Unavailable,
     WrongServer,
 )
-from trainer_client.gateway_http import PATIENCE_S, WRONG_SERVER, Presence, Retry, error_of, named_errors, request
+from trainer_client.gateway_http import (
+    PATIENCE_S,
+    WRONG_SERVER,
+    Presence,
+    Retry,
+    error_of,
+    named_errors,
+    our_transport,
+    request,
+)
 from trainer_client.rewards import number
 
 if TYPE_CHECKING:  # of the extra `envs`: imported where a session's client is asked for
@@ -399,7 +408,7 @@ class Sessions:
         self.stop = threading.Event()
         limits = httpx.Limits(max_connections=connections + 4, max_keepalive_connections=connections + 4)
         timeout = httpx.Timeout(timeout_s, connect=10.0)
-        ours: dict[str, Any] = {"trust_env": False, "verify": httpx.create_ssl_context(trust_env=False)}
+        ours = our_transport()
         self._http = httpx.Client(timeout=timeout, limits=limits, headers=self._gateway.credentials, **ours)
         self.for_models = httpx.Client(limits=httpx.Limits(max_connections=None), **ours)
         """What the sessions' OpenAI clients send by, without this client's own key."""
@@ -467,7 +476,7 @@ class Sessions:
             return None
         with named_errors(self._http, step.gateway):
             answer = self._http.post(step.gateway + step.path, json=step.body, headers=step.headers)
-        if answer.is_error:
+        if not answer.is_success:
             raise error_of(answer, step.gateway)
         return _decoded(answer.content, step.gateway)
 
@@ -512,11 +521,7 @@ class AsyncSessions:
     ) -> None:
         self.gateway = _Gateway(gateway, "", patience_s, api_key)
         self._timeout_s = timeout_s
-        ours: dict[str, Any] = {
-            "limits": httpx.Limits(max_connections=None),
-            "trust_env": False,
-            "verify": httpx.create_ssl_context(trust_env=False),
-        }
+        ours = {"limits": httpx.Limits(max_connections=None), **our_transport()}
         self._http = httpx.AsyncClient(headers=self.gateway.credentials, **ours)
         self.for_models = httpx.AsyncClient(**ours)
         """What the sessions' OpenAI clients send by, without this client's own key."""

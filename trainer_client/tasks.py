@@ -27,7 +27,7 @@ import msgspec
 from protos.access.bearer import bearer
 from protos.decoding import decode_json
 from protos.errors import InvalidRequest, WrongServer
-from trainer_client.gateway_http import WRONG_SERVER, Presence, patiently, request
+from trainer_client.gateway_http import WRONG_SERVER, Presence, our_transport, patiently, request
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.rewards import number
 
@@ -128,8 +128,7 @@ class AsyncPromptPool(AsyncClient):
         self.pool = pool
         self._url = gateway.rstrip("/")
         self._timeout_s = timeout_s
-        # A cluster-internal address, never a proxy.
-        self._http = httpx.AsyncClient(trust_env=False, headers=bearer(api_key))
+        self._http = httpx.AsyncClient(headers=bearer(api_key), **our_transport())
         self._presence = Presence(f"the gateway at {self._url}")
         self._seen = 0  # the number of the last result that the curriculum has used
 

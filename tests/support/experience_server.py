@@ -77,6 +77,8 @@ class ExperienceServer:
         return web.Response(body=msgspec.msgpack.encode(sampled), content_type="application/msgpack")
 
     async def ack(self, request: web.Request) -> web.Response:
+        if self.answer is not None:
+            return self.answer()
         lease_id = (await request.json())["lease_id"]
         if lease_id in self.acknowledged:
             return error_response(404, f"no lease {lease_id}", "not_found")

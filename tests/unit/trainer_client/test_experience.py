@@ -455,6 +455,17 @@ async def test_errors_speak_with_the_gateways_words(
     assert type(caught.value) is kind
 
 
+async def test_a_redirect_is_an_error_of_every_request(
+    gateway: ExperienceServer, reader: AsyncExperienceReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = await reader.sample(trajectories=1)
+    monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
+    gateway.answer = lambda: web.Response(status=308, headers={"Location": "https://elsewhere/"})
+    for request in (reader.ack(batch), reader.sample(trajectories=1)):
+        with pytest.raises(WrongServer, match="answered 308 without a gateway's error body"):
+            await request
+
+
 async def test_a_full_gateway_says_when_to_come_again(gateway: ExperienceServer, reader: AsyncExperienceReader) -> None:
     gateway.answer = partial(error_response, 429, "full", "out_of_capacity", **{"Retry-After": "7"})
     with pytest.raises(OutOfCapacity) as caught:
