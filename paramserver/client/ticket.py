@@ -15,7 +15,7 @@ import msgspec
 from paramserver.client.relay import RelayClient, refused_loads
 from paramserver.core.refused_loads import RefusedLoad
 from paramserver.core.ticket_status import Stage
-from protos.errors import InDoubt, LaminarError, NotFound, Unavailable, VersionLost
+from protos.errors import InDoubt, LaminarError, NotFound, OutOfCapacity, Unavailable, VersionLost
 from protos.laminar.v1 import relay_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -133,9 +133,9 @@ class Ticket:
         while (left := deadline - loop.time()) > 0:
             try:
                 reply = await self._query(want, copies, min(left, QUERY_WAIT_S))
-            except (Unavailable, NotFound) as error:  # its master may be gone: the next one settles it
+            except (Unavailable, NotFound, OutOfCapacity) as error:  # its master may be gone: the next one settles it
                 last = error
-                await asyncio.sleep(min(left, 0.2))
+                await asyncio.sleep(min(left, getattr(error, "retry_after_s", 0.2)))
                 continue
             if reply.stage == "lost":
                 raise VersionLost(

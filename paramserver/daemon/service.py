@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import secrets
@@ -28,13 +27,15 @@ from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.status import StatusReport, epoch_message, sealed_message
 from protos import grpc_errors
 from protos.announce_options import master_options
-from protos.errors import InvalidRequest, LaminarError, NotFound, Unavailable, UnsupportedField
+from protos.errors import InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable, UnsupportedField
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
 STAGE_WAIT_MAX_S = 60.0
+STAGE_WAITS_MAX = 4096
+"""Calls that wait for a stage at one relay: each change on it has every one of them look again."""
 OTHERS_MAX = 8  # further relays that a client gets the addresses of
 
 _failures = FailureLog(log)
@@ -110,6 +111,7 @@ class RelayService(pb_grpc.RelayServicer):
         self._data_address, self._publish_socket = data_address, publish_socket
         self._credentials = parts.credentials
         self._instance = parts.lease.member.instance
+        self._stage_waits = 0
 
     # ---- readers
 
@@ -240,13 +242,26 @@ class RelayService(pb_grpc.RelayServicer):
         if request.want not in ("", "sealed", "copies", "all"):
             raise InvalidRequest(f"want is {request.want!r}", hint='use "", "sealed", "copies" or "all"')
         reply = self._stage(request)
-        if not _reached(reply, request):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(max(0.0, request.wait_s), STAGE_WAIT_MAX_S)):
-                    await self._changes.wait_until(lambda: _reached(self._stage(request), request))
+        if request.wait_s > 0 and not _reached(reply, request):
+            await self._wait_for_stage(request)
             reply = self._stage(request)
         reply.reached = _reached(reply, request)
         return reply
+
+    async def _wait_for_stage(self, request: pb.StageRequest) -> None:
+        if self._stage_waits >= STAGE_WAITS_MAX:
+            raise OutOfCapacity(
+                f"{STAGE_WAITS_MAX} calls wait for a stage of a version at this relay, and it takes no more",
+                hint="wait in fewer programs, or ask without waiting (`wait_s` 0)",
+            )
+        self._stage_waits += 1
+        try:
+            async with asyncio.timeout(min(request.wait_s, STAGE_WAIT_MAX_S)):
+                await self._changes.wait_until(lambda: _reached(self._stage(request), request))
+        except TimeoutError:
+            pass  # the answer says how far the version is
+        finally:
+            self._stage_waits -= 1
 
     @_unary
     async def ReportLoad(self, request: pb.LoadReport, context: Context) -> pb.LoadReportReply:  # noqa: N802

@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -1482,6 +1482,37 @@ async def test_a_call_that_fails_in_a_way_nobody_foresaw_is_answered_in_words(
     with pytest.raises(ConnectionAbortedError):
         await service.Locate(pb.LocateRequest(model=MODEL), Context())  # type: ignore[arg-type]
     assert aborted == [("INTERNAL", "Locate failed: ZeroDivisionError: integer division or modulo by zero")]
+
+
+async def test_beyond_the_bound_a_wait_for_a_stage_is_refused_and_those_that_stand_go_on(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paramserver.daemon.service.STAGE_WAITS_MAX", 2)
+    service = RelayService(host.parts, data_address="h:2", publish_socket=None)
+    draft = await host.announce()
+
+    def ask(wait_s: float) -> Coroutine[Any, Any, pb.StageReply]:
+        request = pb.StageRequest(model=MODEL, version=draft.manifest.version, want="sealed", wait_s=wait_s)
+        return service.Stage.__wrapped__(service, request, None)  # type: ignore[attr-defined,no-any-return]
+
+    async def both_wait() -> bool:
+        return service._stage_waits == 2
+
+    async def known() -> bool:
+        versions = host.parts.models.get(MODEL)
+        return versions is not None and versions.get(draft.manifest.version) is not None
+
+    await until(known, "it is announced")
+    waits = [asyncio.create_task(ask(DEADLINE_S)) for _ in range(2)]
+    await until(both_wait, "both wait")
+    with pytest.raises(OutOfCapacity, match="2 calls wait for a stage"):
+        await ask(DEADLINE_S)
+    assert not (await ask(0.0)).reached, "without waiting it is told"
+    write(draft)
+    await host.commit(draft)
+    assert [reply.reached for reply in await asyncio.gather(*waits)] == [True, True]
+    assert service._stage_waits == 0
+    assert (await ask(DEADLINE_S)).reached
 
 
 async def test_an_error_in_sealing_that_nobody_foresaw_is_tried_again(
