@@ -40,7 +40,8 @@ class ExperienceServer:
     releases_refused: int = 0  # of the next
     may_answer: asyncio.Event = field(default_factory=_set)  # samples that were carried out
     groups_max: int = 1000  # in one answer, however many are asked for
-    answer: Callable[[], web.Response] | None = None  # makes what is answered instead of all that
+    redirects: bool = False  # acknowledgements
+    answer: Callable[[], web.Response] | None = None  # makes what is answered to samples instead
 
     @contextlib.asynccontextmanager
     async def running(self, port: int = 0) -> AsyncIterator[Self]:
@@ -77,8 +78,8 @@ class ExperienceServer:
         return web.Response(body=msgspec.msgpack.encode(sampled), content_type="application/msgpack")
 
     async def ack(self, request: web.Request) -> web.Response:
-        if self.answer is not None:
-            return self.answer()
+        if self.redirects:
+            return web.Response(status=308, headers={"Location": "https://elsewhere/"})
         lease_id = (await request.json())["lease_id"]
         if lease_id in self.acknowledged:
             return error_response(404, f"no lease {lease_id}", "not_found")

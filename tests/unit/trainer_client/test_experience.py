@@ -460,7 +460,7 @@ async def test_a_redirect_is_an_error_of_every_request(
 ) -> None:
     batch = await reader.sample(trajectories=1)
     monkeypatch.setattr("trainer_client.gateway_http.PATIENCE_S", 0.0)
-    gateway.answer = lambda: web.Response(status=308, headers={"Location": "https://elsewhere/"})
+    gateway.redirects, gateway.answer = True, lambda: web.Response(status=308)
     for request in (reader.ack(batch), reader.sample(trajectories=1)):
         with pytest.raises(WrongServer, match="answered 308 without a gateway's error body"):
             await request
