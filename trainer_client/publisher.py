@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import time
@@ -424,9 +425,9 @@ class Publisher(SyncClient[AsyncPublisher]):
         rank 0 alone reads, come after the last tensor. Other arguments and errors
         are those of `publish`; InvalidRequest also for a tensor that differs from the manifest, or does not come.
         """
-        arguments = PublishArguments.of(options, self._client.wait)
         if ranks is not None:
             check_ranks(ranks)
+        arguments = self._arguments(options)
         client, loop, turn = self._client, self._loop, _Turn()
         stream = Stream(
             manifest,
@@ -436,10 +437,10 @@ class Publisher(SyncClient[AsyncPublisher]):
             ranks=OneRank() if ranks is None else ranks,
             writers=writers,
             loop=loop,
-            open_version=lambda announced, part: loop.run(client.open_stream(announced, part, step, arguments)),
+            open_version=lambda announced, part: loop.run(client.open_stream(announced, part, step, arguments())),
             begin_turn=lambda: self._begin(turn),
-            settle=lambda: loop.run(client.settled(step, arguments)),
-            wait=lambda ticket: loop.run(client.wait_for(ticket, arguments)),
+            settle=lambda: loop.run(client.settled(step, arguments())),
+            wait=lambda ticket: loop.run(client.wait_for(ticket, arguments())),
             staging=self._staging,
         )
         return self._in_turn(turn, stream.publish)
@@ -468,8 +469,8 @@ class Publisher(SyncClient[AsyncPublisher]):
         """
         from trainer_client.streaming.sharded import ShardedPublish  # it imports torch
 
-        arguments = PublishArguments.of(options, self._client.wait)
         check_ranks(ranks, "swap")
+        arguments = self._arguments(options)
         client, loop, turn = self._client, self._loop, _Turn()
         sharded = ShardedPublish(
             tensors,
@@ -478,15 +479,19 @@ class Publisher(SyncClient[AsyncPublisher]):
             dtype=dtype,
             loop=loop,
             open_version=lambda manifest, part: loop.run(
-                client.open_stream(manifest, part, step, arguments, shared=True)
+                client.open_stream(manifest, part, step, arguments(), shared=True)
             ),
             join_version=lambda invitation: loop.run(client.join_stream(invitation)),
             begin_turn=lambda: self._begin(turn),
-            settle=lambda: loop.run(client.settled(step, arguments)),
-            wait=lambda ticket: loop.run(client.wait_for(ticket, arguments)),
+            settle=lambda: loop.run(client.settled(step, arguments())),
+            wait=lambda ticket: loop.run(client.wait_for(ticket, arguments())),
             staging=self._staging,
         )
         return self._in_turn(turn, sharded.publish)
+
+    def _arguments(self, options: PublishOptions) -> Callable[[], PublishArguments]:
+        """Checked when they are asked for: a mistake on one rank is every rank's error, where the ranks agree."""
+        return functools.cache(lambda: PublishArguments.of(options, self._client.wait))
 
     def _in_turn(self, turn: _Turn, publish: Callable[[], TicketData]) -> Ticket:
         """The ticket of what `publish` makes on this thread, while no other publish of this run goes on. It calls

@@ -55,6 +55,7 @@ FAULTS = {
     "names": lambda: {"names": raise_here},
     "interrupt": lambda: {"tensors": lambda: converted(gathered(net.state_dict()), KeyboardInterrupt("by hand"))},
     "earlier": lambda: {},
+    "argument": lambda: {"wait": -1} if rank == 1 else {},
 }
 
 def play_fault(scene):
@@ -195,7 +196,8 @@ def played(shared_etcd: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "iterator": tier_whose_master_dies(directory / "iterator", stack, writers="all", factory=False),
         }
         scenes |= {
-            name: Scene(relays.pools, alone, None, {"fault": name}) for name in (*FAULTS, "interrupt", "earlier")
+            name: Scene(relays.pools, alone, None, {"fault": name})
+            for name in (*FAULTS, "interrupt", "earlier", "argument")
         }
         yield run_ranks(directory, scenes)
 
@@ -232,6 +234,9 @@ def test_what_one_rank_finds_wrong_every_rank_raises(played: dict[str, Played]) 
     assert both[0]["error"] == both[1]["error"] == "InvalidRequest"
     assert both[0]["message"] == both[1]["message"]
     assert [one["passes"] for one in both] == [[6], [6]]
+    of_one = played["argument"].both
+    assert [one["error"] for one in of_one] == ["InvalidRequest"] * 2, "an argument of one rank alone, too"
+    assert all(one["message"].startswith("wait=-1 (pass") for one in of_one), of_one
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -105,6 +105,8 @@ with Publisher(wish["relay"], run=f"job-{rank}", wait="sealed") as publisher:
             if rank == 1:
                 bad["0.weight"].to_local().fill_(float("nan"))
             found[case] = shards(bad)
+        elif case == "argument":
+            found[case] = shards(wait="seald" if rank else "sealed")
         elif case == "differ":
             found[case] = shards({**weights, **({"more": torch.ones(1)} if rank else {})})
         elif case == "killed":
@@ -165,7 +167,7 @@ def test_shards_make_the_same_bytes_as_gathered_tensors_and_errors_reach_every_r
     relays: Relays, tmp_path: Path
 ) -> None:
     daemon = relays.start("a", "--chunk-bytes", "100000", "--retain", "5", pool_bytes="512MiB")
-    cases = ["nan", "differ", "same", "tcp", "once", "cast", "large"]
+    cases = ["nan", "argument", "differ", "same", "tcp", "once", "cast", "large"]
     both = run_ranks(tmp_path, daemon, cases=cases, base=base(tmp_path / "base"))
     peaks = [one["large"].pop("peak") for one in both]
     assert both[0] == both[1]
@@ -173,6 +175,7 @@ def test_shards_make_the_same_bytes_as_gathered_tensors_and_errors_reach_every_r
 
     assert found["nan"]["error"] == "InvalidRequest"
     assert "tensor '0.weight' holds NaN" in found["nan"]["message"]
+    assert found["argument"]["message"].startswith("wait='seald'")
     assert "different tensors" in found["differ"]["message"]
 
     whole, shards = (snapshot(daemon, one["version"], tmp_path) for one in found["same"])

@@ -76,7 +76,7 @@ class Stream:
         self,
         manifest: Manifest | Iterable[TensorMeta],
         items: Items,
-        arguments: PublishArguments,
+        arguments: Callable[[], PublishArguments],
         *,
         run: str,
         ranks: Ranks,
@@ -88,10 +88,8 @@ class Stream:
         wait: Callable[[Ticket], None],
         staging: StagingRing,
     ) -> None:
-        self._base, self._files = arguments.base, arguments.files
-        if writers not in get_args(Writers):
-            raise InvalidRequest(f"writers={writers!r}", hint='pass "first" or "all"')
         self._announced = manifest
+        self._arguments = arguments
         self._items = items.items if isinstance(items, Mapping) else items
         self._run = run
         self._ranks, self._writers = ranks, writers
@@ -99,8 +97,6 @@ class Stream:
         self._loop = loop
         self._begin_turn, self._open, self._settle, self._wait = begin_turn, open_version, settle, wait
         self._staging = staging
-        self._names = arguments.names
-        self._check_nan = arguments.check_nan
         self._manifest = Manifest(())
         self._published: Mapping[str, str | None] = {}
         self._part: Part | None = None
@@ -124,12 +120,15 @@ class Stream:
 
     def _prepare(self) -> Outcome:
         """What this rank will write; its outcome names the run and the tensors, to be the same on every rank."""
+        arguments = self._arguments()
+        if self._writers not in get_args(Writers):
+            raise InvalidRequest(f"writers={self._writers!r}", hint='pass "first" or "all"')
         self._begin_turn()
-        self._manifest, self._published = Manifest.of(self._announced).renamed(self._names)
+        self._manifest, self._published = Manifest.of(self._announced).renamed(arguments.names)
         self._part = part_of(self._manifest, self._ranks, self._writers)
         if self._part is not None and self._ranks.index == 0:
             names = {*(meta.name for meta in self._manifest.tensors), *self._manifest.tied}
-            self._part = replace(self._part, beside=beside(names, self._base, self._files))
+            self._part = replace(self._part, beside=beside(names, arguments.base, arguments.files))
         self._metas = {meta.name: meta for meta in self._manifest.tensors}
         self._owners = frozenset(self._manifest.tied.values())
         self._mine = frozenset(meta.name for meta in self._part.metas) if self._part is not None else frozenset()
@@ -214,7 +213,7 @@ class Stream:
             )
         first, digest = True, xxhash.xxh3_128() if owner in self._owners else None
         for piece in self._bytes_of(version, replace(source, name=owner), tensor):
-            if first and self._check_nan:
+            if first and self._arguments().check_nan:
                 refuse_nan(name, source.dtype, piece)
             first = False
             if digest is not None:
@@ -233,7 +232,8 @@ class Stream:
             )
 
     def _renamed(self, given: str) -> str | None:
-        return given if self._names is None else rename(self._names, given)
+        names = self._arguments().names
+        return given if names is None else rename(names, given)
 
     def _bytes_of(self, version: StreamedVersion, source: TensorSource, tensor: Any) -> Iterable[memoryview]:
         if getattr(getattr(tensor, "device", None), "type", "cpu") != "cpu":

@@ -48,7 +48,7 @@ class ShardedPublish:
     def __init__(
         self,
         tensors: NamedTensors,
-        arguments: PublishArguments,
+        arguments: Callable[[], PublishArguments],
         *,
         ranks: TorchRanks,
         dtype: Any,
@@ -87,8 +87,9 @@ class ShardedPublish:
     # ---- what is announced, and who holds it
 
     def _read_shards(self) -> Outcome:
+        arguments = self._arguments()
         self._begin_turn()
-        self._shards = shards_of(self._tensors, self._arguments.names, self._dtype)
+        self._shards = shards_of(self._tensors, arguments.names, self._dtype)
         self._held = Held([(one.start, one.end) for one in self._shards.values()], self._tied())
         described = [(shard.meta, shard.local is None) for shard in self._shards.values()]
         return Outcome(same=hashlib.sha256(repr(described).encode()).hexdigest())
@@ -109,7 +110,8 @@ class ShardedPublish:
             rows = [one.rows[number] for one in found]
             self._extents[name] = extents_of(name, shard.num_rows, shard.meta.size_bytes, rows, number)
         if self._ranks.index == 0:
-            self._beside = beside(self._shards.keys(), self._arguments.base, self._arguments.files)
+            arguments = self._arguments()
+            self._beside = beside(self._shards.keys(), arguments.base, arguments.files)
         return Outcome()
 
     def _tied(self) -> dict[str, str]:
@@ -145,7 +147,7 @@ class ShardedPublish:
         """Every round, and this rank's own chunks to their end at the relay."""
         version = self._version
         assert version is not None, "every rank has opened it"
-        local = LocalBytes(self._shards, self._staging, check_nan=self._arguments.check_nan)
+        local = LocalBytes(self._shards, self._staging, check_nan=self._arguments().check_nan)
         rounds = Rounds(version, self._ranks, local, self._beside)
         gathered = {name: one.meta.size_bytes for name, one in self._shards.items() if one.local is None}
         for pieces in rounds_of(self._pieces(version), gathered):
