@@ -78,7 +78,7 @@ def merged_lora(
     def tensors() -> Iterator[tuple[str, Any]]:
         def merged(pair: tuple[str, Any]) -> tuple[str, Any]:
             name, tensor = pair
-            return name, _merged(tensor, found.get(name, ()), dtype)
+            return name, _merged(name, tensor, found.get(name, ()), dtype)
 
         return to_the_end(_once(bases, found), merged)
 
@@ -223,14 +223,16 @@ def _manifest(bases: Mapping[str, Any], adapters: Mapping[str, Any], dtype: Any)
     return Manifest.of(Manifest(tuple(metas), tied))
 
 
-def _merged(weight: Any, adapters: Sequence[_Adapter], dtype: Any) -> Any:
+def _merged(name: str, weight: Any, adapters: Sequence[_Adapter], dtype: Any) -> Any:
+    from trainer_client.torch_sources import cast  # it imports torch
+
     whole = _whole(weight)
     for one in adapters:
         delta = _delta(one)
         if one.rounded:
             delta = delta.to(whole.dtype)
         whole = (whole + delta).to(whole.dtype)  # as peft's `weight.data += delta`
-    return whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
+    return cast(name, whole, dtype) if dtype is not None and whole.is_floating_point() else whole
 
 
 def _delta(one: _Adapter) -> Any:

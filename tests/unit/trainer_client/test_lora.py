@@ -54,9 +54,10 @@ def test_a_state_dict_becomes_the_bases_names_with_the_formulas_values() -> None
     assert all(torch.equal(given[name], before[name]) for name in given), "the model is only read"
 
 
-def test_floats_are_cast_after_the_merge_and_other_dtypes_stay() -> None:
-    merged = merged_lora(state(ids=torch.arange(3)), scale=2.0, dtype=torch.float16)
+def test_floats_are_cast_after_the_merge_and_other_dtypes_stay(caplog: pytest.LogCaptureFixture) -> None:
+    merged = merged_lora(state(ids=torch.arange(3), wide=torch.tensor([7e4])), scale=2.0, dtype=torch.float16)
     found = dict(merged.tensors())
+    assert [record.message[:39] for record in caplog.records] == ["tensor 'wide' has values beyond torch.f"]
     assert {name: tensor.dtype for name, tensor in found.items() if tensor.dtype != torch.float16} == {
         "ids": torch.int64
     }
