@@ -13,8 +13,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
 import msgspec
@@ -263,20 +263,31 @@ def module_command(options: Startable, where: str, settings: Mapping[str, Any]) 
     options.start(_own(where, settings))
 
 
-def _check_settings(made_by: Any, settings: Mapping[str, Any]) -> None:
-    """TypeError for a value that is of another kind than the argument's annotation, where that is a plain one."""
+def _typed(made_by: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, with a path where the argument's annotation has one. TypeError for a value that is of another kind
+    than its annotation, where that is a plain one."""
+    found = dict(settings)
     try:
         hints = get_type_hints(made_by.__init__)
     except NameError:  # an annotation that cannot be evaluated says nothing
-        return
+        return found
     for name, value in settings.items():
         kind = hints.get(name)
-        if kind is None or not set(get_args(kind) or (kind,)) <= PLAIN:
-            continue
-        try:
-            msgspec.convert(value, kind)
-        except msgspec.ValidationError as error:
-            raise TypeError(f"--set {name}={json.dumps(value)}: {error}") from error
+        if isinstance(value, str) and _is_path(kind):
+            found[name] = Path(value)
+        elif kind is not None and set(get_args(kind) or (kind,)) <= PLAIN:
+            try:
+                msgspec.convert(value, kind)
+            except msgspec.ValidationError as error:
+                raise TypeError(f"--set {name}={json.dumps(value)}: {error}") from error
+    return found
+
+
+def _is_path(kind: Any) -> bool:
+    """Whether it is a path's, such as `os.PathLike[str] | None`, that is no text."""
+    of = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    kinds = [get_origin(one) or one for one in of]
+    return str not in kinds and any(isinstance(one, type) and issubclass(one, os.PathLike) for one in kinds)
 
 
 def _own(where: str, settings: Mapping[str, Any]) -> Environment[Any]:
@@ -284,8 +295,7 @@ def _own(where: str, settings: Mapping[str, Any]) -> Environment[Any]:
     sys.path.insert(0, os.getcwd())
     try:
         made_by = getattr(importlib.import_module(module), name)
-        _check_settings(made_by, settings)
-        environment = made_by(**settings)
+        environment = made_by(**_typed(made_by, settings))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise click.UsageError(
             f"{where} makes no environment: {error}; it is MODULE:CLASS, such as my_package.my_module:MyEnvironment, "

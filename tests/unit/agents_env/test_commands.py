@@ -86,6 +86,19 @@ def test_a_setting_of_another_kind_is_named(tmp_path: Path, monkeypatch: pytest.
     assert '--set most="abc": Expected `int`, got `str`' in " ".join(result.output.replace("│", " ").split())
 
 
+def test_a_setting_that_is_a_path_is_given_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "takes_paths.py").write_text(
+        "import os, pathlib\n"
+        "class Takes:\n"
+        "    def __init__(self, a: os.PathLike[str], b: 'pathlib.Path | None', c: str | os.PathLike[str], d: str):\n"
+        "        raise ValueError(f'got {a!r} {b!r} {c!r} {d!r}')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = [word for name in "abcd" for word in ("--set", f"{name}=x")]
+    result = CliRunner().invoke(main, ["run", "module", "takes_paths:Takes", *settings, "--gateway", "http://x"])
+    assert "got PosixPath('x') PosixPath('x') 'x' 'x'" in " ".join(result.output.replace("│", " ").split())
+
+
 def test_a_task_file_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("{}")
     words = ["run", "math", "--gateway", "http://x", "--task-file", str(tmp_path / "tasks.jsonl")]
