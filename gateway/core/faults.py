@@ -28,13 +28,15 @@ CUTS_IN_PLACE_MAX = 6
 
 @dataclass(slots=True)
 class Faults:
-    """Of one engine. `turns`: those that failed since one ended well; `until`: it is out, by the monotonic clock."""
+    """Of one engine. `turns`: those that failed since one ended well; `until`: it is out, by the monotonic clock.
+    `why`: the failure that put it out last; empty once a turn has ended well."""
 
     turns: set[TurnId] = field(default_factory=set)
     times_out: int = 0
     until: float = 0.0
+    why: str = ""
 
-    def failed(self, turn_id: TurnId, now: float) -> float:
+    def failed(self, turn_id: TurnId, now: float, why: str = "") -> float:
         """Notes a turn that failed here; returns for how long the engine is out from now on, or 0."""
         if now < self.until:
             return 0.0  # it began before
@@ -43,12 +45,12 @@ class Faults:
         if len(self.turns) < FAULTS_MAX:
             return 0.0
         out_s = min(OUT_MAX_S, OUT_S * 2.0**self.times_out)
-        self.times_out, self.until = min(self.times_out + 1, 10), now + out_s
+        self.times_out, self.until, self.why = min(self.times_out + 1, 10), now + out_s, why
         return out_s
 
     def ended_well(self) -> None:
         self.turns.clear()
-        self.times_out = 0
+        self.times_out, self.why = 0, ""
 
     def left_s(self, now: float) -> float:
         return max(0.0, self.until - now)

@@ -232,6 +232,13 @@ class EngineState:
         return self.poll_error or self.suspicion or self.load_error
 
     @property
+    def failing(self) -> str:
+        """It takes turns again after turn after turn failed on it, and none has ended well since."""
+        if not (self.faults.why and self.takes_turns):
+            return ""
+        return f"takes turns, and none has ended well since turn after turn failed on it; the last: {self.faults.why}"
+
+    @property
     def holding(self) -> Holding:
         return (self.incarnation, self.version)
 

@@ -256,7 +256,8 @@ class Fleet:
         if handle is None:
             return
         handle.suspect()
-        out_s = handle.state.faults.failed(turn_id, time.monotonic()) if cut.reason in FAULTS else 0.0
+        faults = handle.state.faults
+        out_s = faults.failed(turn_id, time.monotonic(), str(cut)) if cut.reason in FAULTS else 0.0
         if out_s:
             handle.shun(f"turn after turn failed on it, so it gets none for {out_s:g} s; the last: {cut}")
             asyncio.get_running_loop().call_later(out_s, handle.poll_now.set)

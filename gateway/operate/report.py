@@ -20,11 +20,13 @@ from protos.access.roles import Role
 
 
 class Health(msgspec.Struct):
-    """`reasons`: why the gateway is not healthy; empty while it is."""
+    """`reasons`: why the gateway is not healthy; empty while it is. `warnings`: serving engines on which turn after
+    turn failed, and none has ended well since: only another turn can show whether that is over."""
 
     serving_engines: Sequence[str]
     uptime_s: float
     reasons: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
 class AccessReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     at all. `running` and `kv_tokens` are the gateway's own count, `waiting` and `kv_usage` (0..1) the engine's word.
     `started_with`: what it calls the weights that it was started with, where it names them: they count as version 0.
     `seeds`: whether it samples by a request's `seed`, which it ignores otherwise. `last_error`: what stands against it
-    now. `reason`: why it takes no new sessions. `held_by`: sessions for which it stays on its version though a newer
+    now. `failing`: that turn after turn failed on it, and none has ended well since. `reason`: why it takes no new
+    sessions. `held_by`: sessions for which it stays on its version though a newer
     one is there."""
 
     name: str
@@ -95,6 +98,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     started_with: str
     seeds: bool
     last_error: str
+    failing: str
     reason: str
     held_by: Sequence[HeldBy]
 

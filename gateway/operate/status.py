@@ -95,7 +95,8 @@ class GatewayStatus:
         reasons = [] if serving else [f"no engine serves: {why}" if why else "no engine serves"]
         if failure := self._database.failure:
             reasons.append(f"the store cannot be written: {failure}")
-        return Health(serving, time.monotonic() - self._started, reasons)
+        warnings = [f"engine {e.name} {e.failing}" for e in self._fleet.state.sorted_engines() if e.failing]
+        return Health(serving, time.monotonic() - self._started, reasons, warnings)
 
     def metrics(self) -> bytes:
         """All metrics, in the Prometheus text format."""
@@ -187,6 +188,7 @@ class GatewayStatus:
             started_with=engine.started_with,
             seeds=engine.seeds,
             last_error=engine.last_error,
+            failing=engine.failing,
             reason=closed_reason(self._fleet.state, engine, now),
             held_by=[] if held is None else [self._held_by(s) for s in held.sessions[:HELD_BY_MAX]],
         )

@@ -135,6 +135,7 @@ def warnings_of(status: Mapping[str, Any]) -> Sequence[str]:
     found += [f"{e['name']} {why[e['name']]}" for e in engines if why[e["name"]]]
     hidden = [e for e in engines if e["last_error"] and _ails(e) and e["last_error"] not in why[e["name"]]]
     found += [f"{e['name']}, last error: {e['last_error']}" for e in hidden]
+    found += [f"{e['name']} {e['failing']}" for e in engines if e.get("failing")]
     found += [line for e in status["engines"] for line in _holders(e)]
     found += [f"{count} turns wait: {reason}" for reason, count in status["sessions"]["waiting_for"].items()]
     bounds = status.get("bounds") or {}

@@ -370,6 +370,31 @@ async def test_where_every_engine_fails_the_client_hears_so_at_once(tmp_path: Pa
             assert health.status == 503
 
 
+async def test_an_engine_that_refuses_everybody_is_warned_of_until_a_turn_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its probe needs no key, so it counts as serving again once it was out for a while."""
+    monkeypatch.setattr(driver, "CUT_BACKOFF_S", 0.001)
+    monkeypatch.setattr(faults, "OUT_S", 0.001)
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0, poll_interval_s=0.02) as (found, http):
+        monkeypatch.setattr(e0, "_refused", statuses([401] * 1000))
+        for number in range(faults.FAULTS_MAX):
+            async with http.post("/v1/completions", json={**COMPLETION, "prompt": [number]}) as answer:
+                assert answer.status == 503
+        await until(lambda: found.fleet.state.engines[EngineName("e0")].takes_turns, "it is tried again")
+        said = "e0 takes turns, and none has ended well since turn after turn failed on it; the last: "
+        async with http.get("/healthz") as health:
+            [warning] = (await health.json())["warnings"]
+        assert (health.status, f"engine {said}" in warning, "answered 401" in warning) == (200, True, True)
+        assert any(said in line for line in warnings_of(found_status(found)))
+        monkeypatch.undo()
+        e0.__dict__.pop("_refused", None)
+        await check_serves(found, http)
+        async with http.get("/healthz") as health:
+            assert (await health.json())["warnings"] == []
+        assert not any("e0" in line for line in warnings_of(found_status(found)))
+
+
 async def test_whoever_meets_an_engine_of_another_model_hears_so_and_what_mends_it(tmp_path: Path) -> None:
     other = {"/v1/models": '{"data": [{"id": "tiny", "max_model_len": 64}]}'}
     async with ScriptedEngine("e0", answers=dict(other)) as e0, gateway(tmp_path, e0) as (found, http):
