@@ -34,7 +34,7 @@ import click
 import httpx
 
 from agents_env.failures import RunFailed
-from agents_env.server import NO_KEY, api_key, programs_environment
+from agents_env.server import GATEWAY_HEADER, NO_KEY, api_key, programs_environment
 from agents_env.telemetry import setup_logging
 
 log = logging.getLogger("agents-env")
@@ -204,8 +204,9 @@ async def run(options: VerifiersOptions) -> Ends:
             f"{options.program} cannot be started: {error}; install verifiers 0.4 in an environment of its own, and "
             "pass --vf-eval PATH"
         ) from error
+    trusted = httpx.create_ssl_context()  # never by a proxy; but SSL_CERT_FILE counts
     async with httpx.AsyncClient(
-        base_url=options.gateway, timeout=SESSION_TIMEOUT_S, trust_env=False, headers=credentials
+        base_url=options.gateway, timeout=SESSION_TIMEOUT_S, trust_env=False, verify=trusted, headers=credentials
     ) as http:
         try:
             ended = asyncio.create_task(process.wait())
@@ -267,6 +268,8 @@ async def _end(http: httpx.AsyncClient, ending: Ending, ends: Ends) -> None:
     body = {"reason": ending.why} if ending.reward is None else _finish(ending, ends)
     try:
         answer = await http.post(path, json=body)
+        if (elsewhere := answer.headers.get(GATEWAY_HEADER)) is not None:  # of a 421: where the session is
+            answer = await http.post(elsewhere + path, json=body)
         never_began = ending.reward is None and answer.status_code == httpx.codes.NOT_FOUND
         if not never_began:  # all its calls were refused, such as images: there is nothing to abandon
             answer.raise_for_status()

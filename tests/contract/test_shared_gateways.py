@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import msgspec
 import pytest
 from aiohttp import web
 
 from agents_env.environment import Outcome
 from agents_env.server import Sampling, Server, SessionSpec
+from agents_env.verifiers import Ending, Ends, _end
 from gateway.app import Gateway, start
 from gateway.fleet import claims, fleet, registrations
 from gateway.redis import RedisAddress, Script
@@ -293,3 +295,13 @@ async def test_sessions_of_a_runner_end_where_they_are(two: Two) -> None:
             for _ in two:
                 assert (found := await server.look(name)) is not None
                 assert found["state"] == state
+
+
+async def test_sessions_of_verifiers_end_where_they_are(two: Two) -> None:
+    a, b = two
+    await turn(a, "s0", [5])
+    ends = Ends("run")
+    async with httpx.AsyncClient(base_url=str(b._base_url), timeout=60.0, trust_env=False) as http:
+        await _end(http, Ending("s0", 1.0), ends)
+    assert (ends.finished, ends.failed) == (1, 0)
+    assert (await get(a, "/sessions/s0"))["state"] == "finished"
