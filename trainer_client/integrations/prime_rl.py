@@ -36,10 +36,10 @@ from paramserver.client import RelayClient, Ticket, plain_files, publish, read_c
 from protos.access.bearer import bearer
 from protos.access.listening import INSECURE, check_listening, warn_insecure
 from protos.decoding import decode_json
-from protos.errors import InvalidRequest, LaminarError, OutOfCapacity, Unavailable, VersionLost
+from protos.errors import InvalidRequest, LaminarError, OutOfCapacity, Unavailable, VersionLost, WrongServer
 from protos.options import LOG_LEVEL, PORT, HostPort
 from protos.process import setup_logging, write_ready_file
-from trainer_client.gateway_http import WRONG_SERVER, request
+from trainer_client.gateway_http import WRONG_SERVER, Presence, our_transport, patiently, request
 
 log = logging.getLogger(__name__)
 
@@ -138,25 +138,20 @@ class Fleet:
 
     def __init__(self, http: httpx.AsyncClient, gateway: str, *, serve_timeout_s: float) -> None:
         self._http, self._gateway, self._timeout_s = http, gateway.rstrip("/").removesuffix("/v1"), serve_timeout_s
+        self._presence = Presence(f"the gateway at {self._gateway}")
 
     async def until_served(self, version: int) -> None:
         """Until one engine serves `version` or a newer one: then new sessions begin there. Else Unavailable."""
         deadline = time.monotonic() + self._timeout_s
         why = ""
         while time.monotonic() < deadline:
-            try:
-                engines = await self._engines()
-                if any(engine.state == "serving" and engine.version >= version for engine in engines):
-                    return
-                why = (
-                    ", ".join(f"{engine.name} is {engine.state} with {engine.version}" for engine in engines)
-                    or "no engines"
-                )
-            except Unavailable as error:
-                why = str(error)
+            engines = await patiently(self._presence, self._engines)
+            if any(engine.state == "serving" and engine.version >= version for engine in engines):
+                return
+            why = ", ".join(f"{engine.name} is {engine.state} with {engine.version}" for engine in engines)
             await asyncio.sleep(POLL_S)
         raise Unavailable(
-            f"version {version} is sealed, and after {self._timeout_s:g} s no engine serves it: {why}",
+            f"version {version} is sealed, and after {self._timeout_s:g} s no engine serves it: {why or 'no engines'}",
             hint="the same request waits again",
         )
 
@@ -165,7 +160,7 @@ class Fleet:
         try:
             return decode_json(page, _Status).engines
         except msgspec.DecodeError as error:
-            raise Unavailable(f"{self._gateway}/status is no gateway's: {error}", hint=WRONG_SERVER) from error
+            raise WrongServer(f"{self._gateway}/status is no gateway's: {error}", hint=WRONG_SERVER) from error
 
 
 class Admin:
@@ -284,7 +279,7 @@ def main(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        async with RelayClient(relay) as client, httpx.AsyncClient(trust_env=False, headers=bearer()) as http:
+        async with RelayClient(relay) as client, httpx.AsyncClient(headers=bearer(), **our_transport()) as http:
             fleet = None if gateway is None else Fleet(http, gateway, serve_timeout_s=serve_timeout_s)
             broadcasts = Broadcasts(client, model, seal_timeout_s=seal_timeout_s)
             async with serving(Admin(broadcasts, fleet), host, port) as url:
