@@ -29,7 +29,7 @@ from protos.trajectories import VersionChange
 
 PRIORITY_MAX = 1000
 REASON_CHARS_MAX = 1000
-GroupName = Annotated[str, Meta(max_length=256)]
+GroupName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -38,7 +38,7 @@ class CreateRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         GroupName | None,
         Meta(description="The group that it belongs to: the samples of one prompt. Default: a group of its own."),
     ] = None
-    sample_index: Annotated[Count, Meta(description="Its number in the group, from 0.")] = 0
+    sample_index: Annotated[Count, Meta(description="Its number in the group, from 0; members may share one.")] = 0
     group_size: Annotated[AtLeastOne, Meta(description="Finished sessions that make the group whole for a reader.")] = 1
     split: Annotated[Split, Meta(description="eval: no trainer gets it.")] = "train"
     train: Annotated[bool, Meta(description="Whether its trajectories go into the experience buffer.")] = True
@@ -263,7 +263,7 @@ def session_spec(
         raise BadField("blocks_parent", "`blocks_parent` without a parent", hint="name it with `parent_session_id`")
     return SessionSpec(
         name,
-        GroupId(wanted.group_id or name),
+        GroupId(name if wanted.group_id is None else wanted.group_id),
         wanted.sample_index,
         wanted.group_size,
         wanted.split,

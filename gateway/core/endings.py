@@ -36,7 +36,7 @@ class Finish(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     status: Annotated[Status, msgspec.Meta(description="truncated: a limit ended it, not the agent.")] = "completed"
     metrics: Annotated[Metrics, msgspec.Meta(description="Numbers by name, stored with each trajectory.")] = {}
     group_id: Annotated[
-        Annotated[str, msgspec.Meta(max_length=256)] | None,
+        Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None,
         msgspec.Meta(
             description="Of a session that its first call made: the group of its trajectories, if not its own."
         ),

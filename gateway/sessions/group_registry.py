@@ -18,7 +18,7 @@ from gateway.experience import ExperienceBuffer
 from gateway.sessions.known_groups import KnownGroups
 from gateway.sessions.registry import SessionRegistry
 from gateway.store.groups import Group, GroupStore
-from protos.errors import LaminarError
+from protos.errors import Conflict, LaminarError
 from protos.foreign_text import quoted
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,21 @@ class GroupRegistry:
 
     def of(self, session: SessionState) -> Group | None:
         return self._groups.find(session.spec.group_id)
+
+    def check_unused(self, group_id: GroupId) -> None:
+        """Conflict for a name that other sessions have: their trajectories would count as its members'."""
+        named = next((session.session_id for session in self._live if session.spec.group_id == group_id), None)
+        num = self._buffer.groups()[0].get(group_id, 0)
+        if named is not None:
+            why = f"session {named} is in it"
+        elif num:
+            why = f"{num} finished session{'s' * (num > 1)} of it wait{'s' * (num == 1)} for a trainer"
+        else:
+            return
+        raise Conflict(
+            f"there is a group {group_id!r} already, of sessions made otherwise: {why}",
+            hint="leave group_id out to get a new one",
+        )
 
     def add(self, group: Group) -> None:
         self._groups.add(group)

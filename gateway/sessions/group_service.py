@@ -50,6 +50,7 @@ class GroupService:
             raise Conflict(
                 f"there was already a group {spec.group_id!r}{ended}", hint="leave group_id out to get a new one"
             )
+        self._book.check_unused(spec.group_id)
         await self._book.make_room()
         state = GroupState(spec.group_id, spec.group_size, group_min, resample_max)
         group = Group(state, spec)

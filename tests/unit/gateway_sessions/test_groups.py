@@ -44,6 +44,37 @@ async def test_a_group_is_made_whole_and_read_whole(tmp_path: Path) -> None:
         assert "(closed); trajectories carry its name" in told["error"]["message"]
 
 
+async def test_a_group_is_made_of_no_name_that_other_sessions_have(tmp_path: Path) -> None:
+    """Their trajectories would count as its members'."""
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        await post(http, "/sessions", {"session_id": "live", "group_id": "used"})
+        told = await post(http, "/groups", {"size": 1, "group_id": "used"}, 409)
+        assert "session live is in it" in told["error"]["message"]
+        await rolled_out(http, {"session_id": "live"})
+        await turn(http, "named", [5])
+        await post(http, "/sessions/named/finish", {"reward": 1.0, "group_id": "named-late"})
+        for group in ("used", "named-late"):
+            told = (await post(http, "/groups", {"size": 1, "group_id": group}, 409))["error"]["message"]
+            assert "1 finished session of it waits for a trainer" in told
+
+
+async def test_an_empty_name_of_a_group_is_refused(tmp_path: Path) -> None:
+    """It would be one group for all that name none by mistake."""
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        await turn(http, "s", [5])
+        for path, body in (("/sessions", {}), ("/groups", {"size": 1}), ("/sessions/s/finish", {"reward": 1.0})):
+            told = (await post(http, path, {**body, "group_id": ""}, 400))["error"]
+            assert (told["param"], "length >= 1" in told["message"]) == ("group_id", True)
+
+
+async def test_members_of_one_sample_index_are_kept_as_they_are(tmp_path: Path) -> None:
+    async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
+        for name in ("a", "b", "c"):
+            await post(http, "/sessions", {"session_id": name, "group_id": "g", "group_size": 3})
+            await rolled_out(http, {"session_id": name})
+        assert await sampled(http) == [("g", 0)] * 3
+
+
 async def test_a_groups_size_has_one_word_and_the_older_one_is_taken_too(tmp_path: Path) -> None:
     async with ScriptedEngine("e0") as e0, gateway(tmp_path, e0) as (_, http):
         for asked in ({"group_size": 2}, {"size": 2}, {"size": 2, "group_size": 2}):
