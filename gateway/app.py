@@ -49,7 +49,7 @@ from gateway.fleet.registrations import Registrations
 from gateway.fleet.text_proxy import TextProxy
 from gateway.operate.admin_place import AdminPlace, admin_place
 from gateway.operate.status import GatewayStatus
-from gateway.redis import RedisAddress, RedisServer, SharedGateways
+from gateway.redis import RedisAddress, RedisServer, SharedGateways, of_group
 from gateway.repack.loop import Repacker
 from gateway.runtime.life import is_over, this_life
 from gateway.runtime.supervisor import Supervisor
@@ -452,6 +452,12 @@ def _application(config: GatewayConfig, control: Sequence[Middleware]) -> web.Ap
     return web.Application(client_max_size=config.body_bytes_max, middlewares=[answer_errors, *control, bodies.in_time])
 
 
+def _claimed_names(parts: Parts) -> list[str]:
+    """Of live sessions and open groups, among gateways that share a store."""
+    sessions = [state.session_id for state in parts.live if not state.spec.ephemeral]
+    return [*sessions, *map(of_group, parts.groups.open())]
+
+
 def _start_loops(
     config: GatewayConfig,
     parts: Parts,
@@ -463,8 +469,7 @@ def _start_loops(
     loops = Supervisor()
     if gateways is not None:
         loops.keep_running(gateways.run, "shared-gateways")
-        names = lambda: [state.session_id for state in parts.live if not state.spec.ephemeral]  # noqa: E731
-        loops.keep_running(lambda: gateways.renew(names), "session-names")
+        loops.keep_running(lambda: gateways.renew(lambda: _claimed_names(parts)), "session-names")
     if access is not None:
         loops.keep_running(access.follow, "api-keys")
     loops.keep_running(parts.endings.expire, "session-expiry")

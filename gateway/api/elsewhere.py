@@ -1,4 +1,4 @@
-"""Calls of sessions that another gateway has: they are answered 421, with that gateway's address."""
+"""Calls of sessions and groups that another gateway has: they are answered 421, with that gateway's address."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.api.errors import Handler
-from gateway.redis import SharedGateways
+from gateway.redis import SharedGateways, of_group
+from gateway.sessions.group_service import UnknownGroup
 from gateway.sessions.registry import UnknownSession
 from protos.errors import Unauthenticated
 
 
 def elsewhere(gateways: SharedGateways) -> Middleware:
-    """A session that is not known here may be at a gateway over the same Redis, and so may its key."""
+    """A session, or a group, that is not known here may be at a gateway over the same Redis, and so may its key."""
 
     @web.middleware
     async def redirected(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -20,6 +21,9 @@ def elsewhere(gateways: SharedGateways) -> Middleware:
             return await handler(request)
         except UnknownSession as error:
             await gateways.find(error.session_id)
+            raise
+        except UnknownGroup as error:
+            await gateways.find(of_group(error.group_id))
             raise
         except Unauthenticated:
             if (name := request.match_info.get("sid")) is not None:

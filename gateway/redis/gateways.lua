@@ -5,7 +5,7 @@
 -- PREFIX:at            hash        a gateway's name -> where it is reached
 -- PREFIX:seen          sorted set  a gateway's name, by its last look, in seconds
 -- PREFIX:engine:KEY    string      the gateway that has the engine, and its life (GATEWAY/LIFE); expires
--- PREFIX:session:NAME  string      the same for a session whose client named it; expires
+-- PREFIX:session:NAME  string      the same for a session whose client named it, or a group (group/NAME); expires
 --
 -- Invariants: a claim of another gateway is never replaced: it expires, or its gateway drops it. A life drops only its own:
 -- a gateway that started again meanwhile has taken it over.

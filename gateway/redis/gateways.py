@@ -2,7 +2,7 @@
 
 Invariants:
 - a session's id that a gateway made carries the gateway's mark, so any gateway knows whose it is without a call;
-- a name that a client chose is claimed before the session is made: no two gateways have a session of one name;
+- a name that a client chose is claimed before the session is made, as is each group's: no name is at two gateways;
 - the script is `gateways.lua`; it names the keys.
 """
 
@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from gateway.redis.server import RedisServer, Script
 from protos.errors import Misdirected, Unavailable
-from protos.foreign_text import quoted
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ class SharedGateways:
             await self._check_anew(name, marked)
             await self._reserve([name])
         except Unavailable as e:
-            log.warning("session %s begins unclaimed, which another gateway may begin as well: %s", quoted(name), e)
+            log.warning("%s begins unclaimed, which another gateway may begin as well: %s", _words(name), e)
 
     async def _reserve(self, names: Sequence[str]) -> None:
         holders = await self._call("claim", "session", round(SESSION_TTL_S * 1000), *names)
@@ -107,8 +106,8 @@ class SharedGateways:
             await self._refuse(name, holder.decode().partition("/")[0])
 
     async def renew(self, names: Callable[[], Iterable[str]]) -> None:
-        """Claims the names of live sessions again and again, those of before this gateway's start and of while the
-        Redis was away among them; until cancelled. `names`: of live sessions."""
+        """Claims the names of live sessions and groups again and again, those of before this gateway's start and of
+        while the Redis was away among them; until cancelled. `names`: of these."""
         while True:
             chosen = [name for name in names() if _MARKED.fullmatch(name) is None]
             for batch in (chosen[at : at + BATCH] for at in range(0, len(chosen), BATCH)):
@@ -119,7 +118,7 @@ class SharedGateways:
         try:
             await self._reserve(names)
         except Misdirected as e:
-            log.error("two gateways have a session of one name: %s", e)
+            log.error("a name is at two gateways: %s", e)
         except Unavailable:
             log.debug("%s: names of sessions are not claimed anew", self._server.address)
 
@@ -154,7 +153,7 @@ class SharedGateways:
     def _misdirected(self, name: str, gateway: str) -> Misdirected:
         url = self._at.get(gateway, "")
         return Misdirected(
-            f"session {name!r} is at another gateway, {self._shown(gateway)}",
+            f"{_words(name)} is at another gateway, {self._shown(gateway)}",
             hint=f"send its calls to {url or 'that one'}; a session's `base_url` leads there",
             url=url,
         )
@@ -163,6 +162,16 @@ class SharedGateways:
         return await self._server.call(
             SCRIPT, ROOM, operation, self.gateway, self._life, *arguments, wait_s=CLAIM_WAIT_S
         )
+
+
+def of_group(group_id: str) -> str:
+    """The name by which a group is claimed among those of sessions, none of which has a slash."""
+    return f"group/{group_id}"
+
+
+def _words(name: str) -> str:
+    group = name.removeprefix(of_group(""))
+    return f"session {name!r}" if group == name else f"group {group!r}"
 
 
 def mark_of(gateway: str) -> str:

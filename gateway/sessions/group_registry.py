@@ -33,6 +33,10 @@ class GroupRegistry:
     def find(self, group_id: GroupId) -> Group | None:
         return self._groups.find(group_id)
 
+    def open(self) -> list[GroupId]:
+        """The names of those that have not ended."""
+        return [group.state.group_id for group in self._groups if group.state.phase == "open"]
+
     def of(self, session: SessionState) -> Group | None:
         return self._groups.find(session.spec.group_id)
 

@@ -18,6 +18,14 @@ SAMPLED_AT_ONCE = 256
 """Members made in one step: some 5 ms."""
 
 
+class UnknownGroup(NotFound):
+    """No group of this name is, or is remembered, at this gateway."""
+
+    def __init__(self, group_id: str) -> None:
+        super().__init__(f"no group {group_id!r}", hint="make it with POST /groups")
+        self.group_id = group_id
+
+
 class GroupService:
     """Above `Endings`, since abandoning a group ends sessions."""
 
@@ -80,10 +88,13 @@ class GroupService:
                 ended = self._live.ended(session_id)
                 await self._endings.member_ended(group, session_id, "abandoned" if ended is None else ended.how)
 
+    def open(self) -> list[GroupId]:
+        return self._book.open()
+
     def get(self, group_id: GroupId) -> Group:
         group = self._book.find(group_id)
         if group is None:
-            raise NotFound(f"no group {group_id!r}", hint="make it with POST /groups")
+            raise UnknownGroup(group_id)
         return group
 
     def replacement(self, session_id: SessionId, group_id: GroupId) -> tuple[SessionId, str] | None:

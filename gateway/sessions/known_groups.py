@@ -7,6 +7,7 @@ Invariant: their number is bounded.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from gateway.core.types import GroupId
 from gateway.store.groups import Group
@@ -21,6 +22,9 @@ class KnownGroups:
 
     def __init__(self) -> None:
         self._groups: OrderedDict[GroupId, Group] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups.values())
 
     def find(self, group_id: GroupId) -> Group | None:
         return self._groups.get(group_id)

@@ -142,9 +142,9 @@ class SessionRegistry:
         mark = "" if self._gateways is None else f"{self._gateways.mark}-"
         return SessionId(f"s-{mark}{secrets.token_hex(8)}")
 
-    async def reserve(self, name: SessionId) -> None:
-        """Before a session of a name that a client chose is made, where gateways share a store. Misdirected for a
-        session of another gateway's."""
+    async def reserve(self, name: str) -> None:
+        """Before a session of a name that a client chose is made, or a group (`of_group`), where gateways share a
+        store. Misdirected for one of another gateway's."""
         if self._gateways is not None and name not in self._live and name not in self._ended:
             await self._gateways.reserve(name)
 

@@ -161,6 +161,19 @@ async def test_a_session_is_at_the_gateway_that_made_it(two: Two) -> None:
     assert sorted(t["session_id"] for t in sampled["trajectories"]) == sorted(["chosen", made["session_id"]])
 
 
+async def test_a_group_is_at_the_gateway_that_made_it(two: Two) -> None:
+    a, b = two
+    for named in ({}, {"group_id": "chosen"}):
+        group = (await post(a, "/groups", {"group_size": 1, **named}))["group_id"]
+        async with b.get(f"/groups/{group}") as answer:
+            assert (answer.status, answer.headers["X-Laminar-Gateway"]) == (421, str(a._base_url).rstrip("/"))
+            assert f"group {group!r} is at another gateway" in (await answer.json())["error"]["message"]
+        await refused(b, f"/groups/{group}/abandon", {}, a)
+        await refused(b, "/groups", {"group_id": group, "group_size": 1}, a)
+        await post(a, f"/groups/{group}/abandon", {})
+    await post(b, "/groups/nobody/abandon", {}, 404)
+
+
 async def test_of_two_adds_of_one_name_the_one_that_is_refused_keeps_no_claim(
     tmp_path: Path, store: dict[str, Any]
 ) -> None:
