@@ -130,6 +130,21 @@ SHAPES: Mapping[str, Shape] = {
     ),
 }
 """The first four, in this order, show the form of their roles, which are those of the API."""
+LONGER = Shape(
+    "the text beside some calls of a longer history",
+    "",
+    [
+        _ASKED,
+        _calling(_ONE, text=MARK),
+        _result(1, "!"),
+        _calling(_TWO, text=OTHER),
+        _result(2, "!"),
+        _ANSWERED,
+        _ASKED,
+    ],
+    _BOTH,
+)
+"""Which ones depends on the messages around it (DeepSeek V3, gpt-oss): so it is told, and each rendering decides."""
 ROLES = ("user", "system", "assistant", "tool")
 TOOLS: Sequence[Tool] = [
     {"type": "function", "function": {"name": OTHER, "description": MARK, "parameters": {"type": "object"}}}
@@ -214,6 +229,8 @@ class Chat:
         if found.no_reasoning:
             notes.append(f"leaves out the reasoning of earlier answers {' and '.join(found.no_reasoning)}")
         lost = [shape.what for name, shape in SHAPES.items() if name in found.dropped]
+        if not found.dropped & {"call", "text and call"} and self._writes(LONGER, found.forms) is False:
+            lost.append(LONGER.what)
         if lost or found.no_tools:
             names = ", ".join(lost + ["descriptions of tools"] * found.no_tools)
             notes.append(f"drops {names}: requests with such are refused")

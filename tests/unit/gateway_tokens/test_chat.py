@@ -285,6 +285,12 @@ def test_where_a_template_drops_reasoning_by_its_own_rule_is_known(name: str, wh
     assert made.render([USER, {"role": "assistant", "content": "<think>Hm.</think>8"}, USER])
 
 
+@pytest.mark.parametrize("name", families.names())
+def test_what_a_template_drops_of_longer_histories_alone_is_told(name: str) -> None:
+    told = any("the text beside some calls of a longer history" in note for note in chat(families.template(name)).notes)
+    assert told == (name.removesuffix("_training") in ("deepseekv3", "gptoss"))
+
+
 def test_what_a_template_drops_is_told_in_sentences() -> None:
     assert chat(families.template("qwen3")).notes == [
         "leaves out the reasoning of earlier answers before the last question"
