@@ -6,7 +6,8 @@ Invariants:
 - mappings are kept from version to version, and none of a file that the relay has destroyed;
 - a mapping that is dropped lets go of the relay's memory when its last writer is done, although an error that somebody
   keeps holds views of it. Not before: a writer whose bytes went nowhere would report chunks that are not there;
-- a forked child, such as a data loader's, has none of the relay's memory, which could not be used again while it lives;
+- a forked child, such as a data loader's, has none of the relay's memory, which could not be used again while it lives,
+  nor has a program that is started;
 - a descriptor is touched only until `drop`: from then on its number may be another file's.
 """
 
@@ -321,9 +322,11 @@ def receive_fds(sock: socket.socket, num: int) -> list[int]:
     try:
         while len(fds) < num:
             data, batch, _, _ = socket.recv_fds(sock, 1, frames.FDS_PER_MESSAGE)
+            fds += batch
+            for fd in batch:
+                os.set_inheritable(fd, False)  # Python's `recv_fds` takes no MSG_CMSG_CLOEXEC
             if not data:
                 raise LinkBroken("the relay closed the connection before it passed all descriptors")
-            fds += batch
     except BaseException:
         for fd in fds:
             os.close(fd)
