@@ -298,7 +298,8 @@ def copy_out(
         partial.rename(stored.directory)
         write_record(stored.base, stored.manifest, stored.sealed, stored.digests, durable=True)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        for directory in (partial, stored.directory):  # without a record either is no copy
+            shutil.rmtree(directory, ignore_errors=True)
         stored.record.with_suffix(PARTIAL).unlink(missing_ok=True)
         raise
 

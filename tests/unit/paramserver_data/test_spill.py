@@ -135,6 +135,14 @@ def test_nothing_is_removed_from_a_disk_for_a_version_that_does_not_fit_all_the_
     assert on_disk(spill) == [5, 6]
 
 
+def test_a_copy_whose_record_cannot_be_written_takes_no_room(store: Store, make_spill: Callable[..., Spill]) -> None:
+    spill = make_spill()
+    (spill.directory / "records" / "policy" / "v00000001").mkdir(parents=True)  # as where the disk is full by then
+    with pytest.raises(IsADirectoryError):
+        write(spill, shown(store, 1))
+    assert not list((spill.directory / "snapshots").glob("*/*"))
+
+
 def test_what_a_killed_relay_left_half_written_is_removed(store: Store, make_spill: Callable[..., Spill]) -> None:
     spill = make_spill()
     write(spill, shown(store, 1))
