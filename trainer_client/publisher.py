@@ -68,6 +68,13 @@ def _metadata(tied: Mapping[str, str]) -> dict[str, str]:
     return {**FORMAT, **{f"tied:{name}": owner for name, owner in tied.items()}}
 
 
+@dataclass(slots=True)
+class _Turn:
+    """Of one call: other threads' calls have their own. Changed on the client's loop alone."""
+
+    begun: bool = False
+
+
 class AsyncPublisher(AsyncClient):
     """One run of one model, published to the relay at `relay` ("host:port" of its gRPC port).
 
@@ -250,14 +257,17 @@ class AsyncPublisher(AsyncClient):
 
     # ---- what `Publisher.publish_stream` builds on; the tensors are taken on its caller's thread
 
-    async def begin_turn(self) -> None:
+    async def begin_turn(self, turn: _Turn) -> None:
         """No other publish of this run begins before `end_turn`."""
         await self._publish_lock.acquire()
+        turn.begun = True
 
-    async def end_turn(self, ticket: AsyncTicket | None) -> None:
-        if ticket is not None:
-            self._note(ticket)
-        self._publish_lock.release()
+    async def end_turn(self, turn: _Turn, ticket: AsyncTicket | None) -> None:
+        """To be called whatever came of `begin_turn`: its caller may have been interrupted as the turn began."""
+        if turn.begun:
+            if ticket is not None:
+                self._note(ticket)
+            self._publish_lock.release()
 
     async def open_stream(
         self, manifest: Manifest, part: Part, step: int, arguments: PublishArguments, *, shared: bool = False
@@ -319,13 +329,6 @@ class PublisherStatus:
     newest_sealed: int | None
     refused_loads: tuple[RefusedLoad, ...]
     sealed: tuple[SealedVersion, ...]
-
-
-@dataclass(slots=True)
-class _Turn:
-    """Of one call: other threads' calls have their own."""
-
-    begun: bool = False
 
 
 class Publisher(SyncClient[AsyncPublisher]):
@@ -500,14 +503,12 @@ class Publisher(SyncClient[AsyncPublisher]):
         try:
             ticket = self._client.ticket(publish())
         finally:
-            if turn.begun:
-                self._loop.run(self._client.end_turn(ticket))
+            self._loop.run(self._client.end_turn(turn, ticket))
         return Ticket(ticket, self._loop)
 
     def _begin(self, turn: _Turn) -> None:
         self._settle()  # it may not have begun its own turn yet
-        self._loop.run(self._client.begin_turn())
-        turn.begun = True
+        self._loop.run(self._client.begin_turn(turn))
 
     def status(self) -> PublisherStatus:
         """See `AsyncPublisher.status`."""
