@@ -153,39 +153,41 @@ class _Gateway:
         """By the URL of a gateway: no more than share a Redis."""
 
     def opened(self, fields: Mapping[str, Any]) -> Steps[Made]:
-        def forgone(name: str) -> Steps[object]:
-            return self.abandoned(Made(name, f"{self.url}/sessions/{name}/v1", ""), LOST)
-
-        made = yield from self._created("/sessions", "session_id", fields, forgone)
+        chosen = fields.get("session_id")
+        name, retry = str(chosen or _new_name("s")), self._retry(self.url, self._patience_s)
+        try:
+            made = yield from self._sent(self.url, "/sessions", {**fields, "session_id": name}, retry)
+        except Conflict as error:
+            if not retry.failed:
+                raise
+            if chosen:
+                raise _taken(error, f"/sessions/{name}") from error
+            # An earlier try made it: who else has its name? Its key, which its agent needs, was lost with the answer.
+            yield from self.abandoned(Made(name, f"{self.url}/sessions/{name}/v1", ""), LOST)
+            return (yield from self.opened(fields))
         return _made(made)
 
     def opened_group(self, size: int, fields: Mapping[str, Any]) -> Steps[tuple[str, list[Made]]]:
-        def forgone(name: str) -> Steps[object]:
-            return self.abandoned_group(name, LOST)
+        """After a try that was not answered another name is drawn. Gateways that share a Redis do not claim those of
+        groups: where the next try gets to another one, the end of the first group would take the trajectories of the
+        second along."""
+        chosen, names = fields.get("group_id"), list[str]()
 
-        made = yield from self._created("/groups", "group_id", {"group_size": size, **fields}, forgone)
+        def body() -> Mapping[str, Any]:
+            if not names or retry.failed:
+                names.append(str(chosen or _new_name("g")))
+            return {"group_size": size, **fields, "group_id": names[-1]}
+
+        retry = self._retry(self.url, self._patience_s)
+        try:
+            made = yield from self._sent(self.url, "/groups", body, retry)
+        except Conflict as error:
+            if not retry.failed:
+                raise
+            raise _taken(error, f"/groups/{names[-1]}") from error
+        for lost in names[:-1] if not chosen else ():
+            yield from self.abandoned_group(lost, LOST)
         return made["group_id"], [_made(member) for member in made["sessions"]]
-
-    def _created(
-        self, path: str, name_field: str, fields: Mapping[str, Any], forgone: Callable[[str], Steps[object]]
-    ) -> Steps[Any]:
-        """What is made under a name, once. `forgone` ends what was made without an answer."""
-        chosen = fields.get(name_field)
-        while True:
-            name, retry = str(chosen or _new_name(name_field[0])), self._retry(self.url, self._patience_s)
-            try:
-                return (yield from self._sent(self.url, path, {**fields, name_field: name}, retry))
-            except Conflict as error:
-                if not retry.failed:
-                    raise
-                if chosen:
-                    raise Conflict(
-                        error.message,
-                        hint="an earlier try of this request was not answered and may have made it: look at it with "
-                        f"GET {path}/{name}, and abandon it if it is yours",
-                    ) from error
-            # An earlier try made it: who else has its name? Keys, which agents need, were lost with the answer.
-            yield from forgone(name)
 
     def called(self, session: Made, path: str, body: Mapping[str, Any]) -> Steps[Any]:
         """A model call. Each has a key: the gateway may have answered a try whose answer did not come."""
@@ -217,6 +219,8 @@ class _Gateway:
     def abandoned_group(self, group_id: str, reason: str) -> Steps[None]:
         try:
             yield from self._given_up(self.url, f"/groups/{quote(group_id, safe='')}", reason)
+        except NotFound as error:
+            log.debug("group %s is not there: %s", group_id, error)
         except LaminarError as error:
             log.warning("group %s could not be abandoned: %s", group_id, error)
 
@@ -228,19 +232,19 @@ class _Gateway:
         self,
         gateway: str,
         path: str,
-        body: Mapping[str, Any],
+        body: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
         retry: Retry,
         *,
         headers: Mapping[str, str] | None = None,
         stops: bool = True,
     ) -> Steps[Any]:
-        """`stops`: a stopped client does not even try."""
+        """`body`: a function makes that of each try. `stops`: a stopped client does not even try."""
         misdirected = False
         while True:
             if stops:
                 yield Pause(0.0)
             try:
-                answer = yield Post(gateway, path, body, headers or {})
+                answer = yield Post(gateway, path, body() if callable(body) else body, headers or {})
             except Misdirected as error:
                 if misdirected or not error.url:
                     raise
@@ -262,6 +266,15 @@ class _Gateway:
 
     def _presence(self, gateway: str) -> Presence:
         return self._presences.setdefault(gateway, Presence(f"the gateway at {gateway}"))
+
+
+def _taken(error: Conflict, path: str) -> Conflict:
+    """The error of a name that is taken after a try that was not answered: perhaps by that one."""
+    return Conflict(
+        error.message,
+        hint="an earlier try of this request was not answered and may have made it: look at it with "
+        f"GET {path}, and abandon it if it is yours",
+    )
 
 
 def _made(answer: Mapping[str, Any]) -> Made:

@@ -22,7 +22,9 @@ async def test_more_names_than_one_announcement_holds_are_refused_in_words(monke
             await publish(relay, "policy", tensors, step=1, run="r")
 
 
-def test_a_publish_that_is_interrupted_as_its_turn_begins_leaves_it_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publish_that_is_interrupted_as_its_turn_begins_leaves_it_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gateway_http, "PATIENCE_S", 0.0)
     manifest = (TensorMeta("w", "F32", (1,)),)
     with ThreadPoolExecutor(1) as other, Publisher("127.0.0.1:9") as publisher:

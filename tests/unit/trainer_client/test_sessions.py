@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protos.errors import Conflict, InvalidRequest, LaminarError, Misdirected, Unavailable, WrongServer
+from protos.errors import Conflict, InvalidRequest, LaminarError, Misdirected, OutOfCapacity, Unavailable, WrongServer
 from tests.support.scripted_engine import MODEL, ScriptedEngine
 from tests.unit.gateway_api.test_status import gateway
 from trainer_client import AsyncExperienceReader, AsyncSessions, Sessions, Trajectory
@@ -204,11 +204,13 @@ class Scripted(Sessions):
         super().__init__(url, MODEL)
         self.answers = iter(answers)
         self.sent: list[str] = []
+        self.names: list[str | None] = []  # of groups, in their bodies
 
     def _done(self, step: Post | Pause) -> Any:
         if isinstance(step, Pause):
             return None
         self.sent.append(step.gateway + step.path)
+        self.names.append(step.body.get("group_id"))
         answer = next(self.answers)
         if isinstance(answer, LaminarError):
             raise answer
@@ -222,6 +224,22 @@ def test_one_bad_answer_loses_no_reward_at_a_gateway_that_is_known() -> None:
     with Scripted(a, made, bad, Misdirected("not here", url=b), bad, {}) as sessions:
         sessions.open(session_id="s0").finish(1.0)
         assert sessions.sent == [f"{a}/sessions", *[f"{a}/sessions/s0/finish"] * 2, *[f"{b}/sessions/s0/finish"] * 2]
+
+
+def test_a_group_gets_another_name_after_a_try_that_was_not_answered() -> None:
+    url, made, lost = "http://a:8080", {"group_id": "g", "sessions": []}, Unavailable("the answer was lost")
+    with Scripted(url, OutOfCapacity("full"), lost, made, {}) as sessions:
+        sessions.open_group(2)
+        full, first, second, _ = sessions.names
+        assert full == first != second, "the next try may reach another gateway, which has no group of that name"
+        assert sessions.sent[3:] == [f"{url}/groups/{first}/abandon"]
+    with (
+        Scripted(url, lost, Conflict("there was already a group 'g'")) as sessions,
+        pytest.raises(
+            Conflict, match=r"an earlier try .* may have made it: look at it with GET /groups/g, and abandon"
+        ),
+    ):
+        sessions.open_group(2, group_id="g")
 
 
 async def test_why_a_group_is_abandoned_may_be_a_long_text(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
