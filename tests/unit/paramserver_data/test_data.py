@@ -571,7 +571,9 @@ def test_a_publisher_writes_through_the_passed_descriptors(make_host: MakeHost) 
     mappings = Mappings()
     digests = write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token", to="here"), image, mappings)
     held = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True, check=True)
-    assert str(host.snapshot.files[0].path) not in held.stdout, "a program that the trainer starts would keep its memory"
+    assert str(host.snapshot.files[0].path) not in held.stdout, (
+        "a program that the trainer starts would keep its memory"
+    )
     mappings.close()
     assert bytes(host.snapshot.files[0].view()) == expected
     assert host.snapshot.complete
@@ -671,7 +673,9 @@ def test_many_threads_copy_one_version_and_read_each_tensor_once(
     mappings = Mappings()
     digests = write_mapped(host.socket, Greeting("map", "policy", 1, "t", token="token", to="here"), image, mappings)
     held = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True, check=True)
-    assert str(host.snapshot.files[0].path) not in held.stdout, "a program that the trainer starts would keep its memory"
+    assert str(host.snapshot.files[0].path) not in held.stdout, (
+        "a program that the trainer starts would keep its memory"
+    )
     mappings.close()
     assert bytes(host.snapshot.files[0].view()) == file.head + b"".join(tensors.values())
     assert digests == host.snapshot.digests()
