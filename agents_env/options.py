@@ -206,7 +206,7 @@ _SERVER: Sequence[Option] = [
         Server,
         "--patience-s",
         type=click.FloatRange(min=0),
-        help="How long a request is repeated to a server that is full or away.",
+        help="How long a request is repeated to a server that is away, or has no room for a session.",
     ),
     _option(Server, "--timeout-s", type=SECONDS, help="Limit of one request."),
     _limit("reset", "a rollout's beginning, up to its first model call"),

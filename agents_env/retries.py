@@ -2,7 +2,7 @@
 given patience.
 
 Not begun means that the connection was never made, or that the response was 429 or 503. A connection that broke later
-may have begun a turn, and a session must not have a turn twice: that rollout fails, and its retry gets a new session.
+may have begun a turn, and a session must not have a turn twice: only with a key that names the turn is it sent again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import TypeVar
 
 import openai
 
-RETRIED_STATUSES = frozenset({429, 503})
+FULL_STATUS = 429
+RETRIED_STATUSES = frozenset({FULL_STATUS, 503})
 PROXY_STATUSES = frozenset({502, 504})
 """What a proxy answers that got none."""
 NEVER_CONNECTED = frozenset({"ConnectError", "ConnectTimeout"})
@@ -59,6 +60,10 @@ def _is_lost(error: openai.APIError) -> bool:
     return by_proxy or isinstance(error, openai.APIConnectionError)
 
 
+def _is_full(error: openai.APIError) -> bool:
+    return isinstance(error, openai.APIStatusError) and error.status_code == FULL_STATUS
+
+
 def parse_retry_after_s(header: str | None) -> float | None:
     """The header's seconds; None for a date, which is its other form."""
     try:
@@ -75,13 +80,15 @@ async def with_retries(
     on_retry: Callable[[openai.APIError, float], None],
     rng: random.Random,
     repeatable: bool = False,
+    limited: bool = False,
 ) -> T:
-    """The result of `request`, which is retried until `patience_s` is over; raises its last error. `on_retry` gets each
-    error before, and the seconds until the next try.
+    """The result of `request`, which is retried until tries have failed for `patience_s`; raises the last error.
+    `on_retry` gets each error before, and the seconds until the next try.
 
-    `repeatable`: it may have been begun, because sent twice it has the effect of once.
+    `repeatable`: it may have been begun, because sent twice it has the effect of once. `limited`: the caller limits
+    the time of the whole, so a server that is full is waited for without regard to the patience: it is not away.
     """
-    deadline = time.monotonic() + patience_s
+    deadline: float | None = None  # begins with the first failure: a try may take longer than the patience
     backoff_s = BACKOFF_MIN_S
     while True:
         try:
@@ -93,8 +100,12 @@ async def with_retries(
             if again is None:
                 raise
             wait_s = backoff_s * rng.uniform(0.5, 1.0) if again.retry_after_s is None else again.retry_after_s
-            if time.monotonic() + wait_s > deadline:
-                raise
+            if limited and _is_full(error):
+                deadline = None
+            else:
+                deadline = time.monotonic() + patience_s if deadline is None else deadline
+                if time.monotonic() + wait_s > deadline:
+                    raise
             on_retry(error, wait_s)
         await asyncio.sleep(wait_s)
         backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)

@@ -12,9 +12,11 @@ import asyncio
 import logging
 import os
 import random
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, cast
 
 import openai
@@ -47,6 +49,8 @@ GATEWAY_HEADER = "X-Laminar-Gateway"
 WAIT_SHOWN_S = 10.0
 """How long the reason of a wait is shown after its next try: as long as a line of progress takes to come."""
 OnRetry = Callable[[openai.APIError, float], None]
+Send = Callable[[], Awaitable[openai.types.chat.ChatCompletion]]
+Retries = Callable[[Send], Awaitable[openai.types.chat.ChatCompletion]]
 
 GATEWAY_KEY, SERVER_KEY = "LAMINAR_API_KEY", "OPENAI_API_KEY"
 """Variables with the key of a gateway, and of any other server."""
@@ -251,7 +255,16 @@ class Server:
             raise
 
     def chat(self, session: Session) -> SessionChat:
-        return SessionChat(session, self.sampling, self._patience_s, self._rng, self._waits_of(session.usage))
+        """Its calls have to be made within a time limit: a server that is full is waited for without one."""
+        retries = partial(
+            with_retries,
+            patience_s=self._patience_s,
+            on_retry=self._waits_of(session.usage),
+            rng=self._rng,
+            repeatable=self._sessions,
+            limited=True,
+        )
+        return SessionChat(session, self.sampling, retries, keyed=self._sessions)
 
     async def post(
         self, path: str, body: Mapping[str, Any], usage: Usage, *, repeatable: bool = False
@@ -303,21 +316,20 @@ class Server:
 
 
 class SessionChat:
-    """The `Chat` of one session, over the official OpenAI client."""
+    """The `Chat` of one session, over the official OpenAI client. `keyed`: the server answers a call that has the key
+    of another one as that one, so a turn whose answer was lost is not made twice."""
 
-    def __init__(
-        self, session: Session, sampling: Sampling, patience_s: float, rng: random.Random, on_retry: OnRetry
-    ) -> None:
+    def __init__(self, session: Session, sampling: Sampling, retries: Retries, *, keyed: bool) -> None:
         self._session = session
         self._sampling = sampling
-        self._patience_s = patience_s
-        self._rng = rng
-        self._on_retry = on_retry
+        self._retries = retries
+        self._keyed = keyed
 
     async def reply(self, messages: list[Message], *, max_tokens: int, tools: Sequence[Tool] = ()) -> Reply:
         """Raises RolloutFailed."""
         conversation: list[ChatCompletionMessageParam] = [_as_param(message) for message in messages]
         usage = self._session.usage
+        headers = {"Idempotency-Key": secrets.token_hex(16)} if self._keyed else {}
 
         async def send() -> openai.types.chat.ChatCompletion:
             return await self._session.client.chat.completions.create(
@@ -327,10 +339,11 @@ class SessionChat:
                 temperature=self._sampling.temperature,
                 top_p=self._sampling.top_p,
                 tools=[_as_tool(tool) for tool in tools] or openai.omit,
+                extra_headers=headers,
             )
 
         try:
-            answer = await with_retries(send, patience_s=self._patience_s, on_retry=self._on_retry, rng=self._rng)
+            answer = await self._retries(send)
         except openai.APIError as error:
             raise _failure("model", error, usage) from error
         if not answer.choices:

@@ -38,6 +38,8 @@ class ScriptedServer:
         self.url = ""
         self.refuse: dict[str, deque[Refusal]] = defaultdict(deque)
         self.lost: deque[Refusal | None] = deque()  # instead of the answer to a finish, once carried out; None: a cut
+        self.cut_chats = 0  # so many answers to chats are lost
+        self.turn_keys: list[str | None] = []
         self.sessions: dict[str, dict[str, Any]] = {}
         self.finished: dict[str, dict[str, Any]] = {}
         self.abandoned: dict[str, str] = {}
@@ -125,6 +127,7 @@ class ScriptedServer:
         body = await request.json()
         self.chats.append(body)
         self.keys.append(request.headers["Authorization"])
+        self.turn_keys.append(request.headers.get("Idempotency-Key"))
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         async with self._chat_begun:
@@ -137,6 +140,10 @@ class ScriptedServer:
             await asyncio.sleep(0)
         finally:
             self._at_once -= 1
+        if self.cut_chats:
+            self.cut_chats -= 1
+            assert request.transport is not None
+            request.transport.abort()
         return web.Response(text=json.dumps(self._completion(body)), content_type="application/json")
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:

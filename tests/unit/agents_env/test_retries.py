@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
@@ -91,3 +92,17 @@ async def test_gives_up_at_once_when_the_server_wants_more_time_than_there_is() 
 async def test_does_not_repeat_what_may_have_been_begun() -> None:
     with pytest.raises(openai.APIStatusError):
         await send(failing(refused(500)), 5.0)
+
+
+async def test_the_patience_begins_with_the_first_failure() -> None:
+    tries = 0
+
+    async def slow_then_away() -> str:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            await asyncio.sleep(1.0)
+            raise refused(503, retry_after="0")
+        return "answer"
+
+    assert await send(slow_then_away, 0.9) == ("answer", 1)

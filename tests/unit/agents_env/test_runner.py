@@ -18,6 +18,7 @@ from agents_env.environment import Chat, Outcome
 from agents_env.environments.tool_chain import ToolChain
 from agents_env.failures import RunFailed
 from agents_env.runner import Plan, Runner, Statistics
+from agents_env.runner.phases import PhaseLimits
 from agents_env.runner.progress import describe
 from agents_env.server import Sampling, Server
 from gateway.api.sessions import REASON_CHARS_MAX
@@ -163,6 +164,40 @@ async def test_a_finish_whose_answer_was_lost_is_sent_again_and_its_sample_count
         statistics, _ = await roll_out(server, plan(groups=1))
     assert (statistics.rollouts, statistics.failed, statistics.retries) == (3, 0, 2)
     assert (len(server.finished), server.abandoned) == (3, {})
+
+
+async def test_a_turn_whose_answer_was_lost_is_asked_for_again_by_its_key() -> None:
+    async with serving(repeat) as server:
+        server.cut_chats = 2
+        statistics, _ = await roll_out(server, plan(groups=1, concurrency=1))
+    assert (statistics.rollouts, statistics.failed, statistics.retries) == (3, 0, 2)
+    assert (len(server.sessions), server.abandoned) == (3, {})
+    first, *again, second, third = server.turn_keys
+    assert again == [first] * 2
+    assert len({first, second, third}) == 3
+
+
+async def test_without_sessions_a_turn_has_no_key_and_is_not_made_twice() -> None:
+    async with serving(repeat) as server:
+        server.cut_chats = 1
+        statistics, _ = await roll_out(server, plan(groups=1, concurrency=1), sessions=False)
+    assert (statistics.rollouts, statistics.failed, statistics.retries) == (3, 1, 0)
+    assert set(server.turn_keys) == {None}
+
+
+async def test_a_call_waits_for_a_full_server_longer_than_its_patience() -> None:
+    async with serving(repeat) as server:
+        server.refuse["chat"] += [Refusal(429, {"Retry-After": "0.02"})] * 5
+        statistics, _ = await roll_out(server, plan(groups=1, group_size=1), patience_s=0.01)
+    assert (statistics.rollouts, statistics.failed, statistics.retries) == (1, 0, 5)
+
+
+async def test_a_wait_for_a_full_server_ends_with_the_limit_of_a_call() -> None:
+    async with serving(repeat) as server:
+        server.refuse["chat"].append(Refusal(429, {"Retry-After": "3600"}))
+        limits = PhaseLimits(model_s=0.05)
+        statistics, lines = await roll_out(server, plan(groups=1, group_size=1, attempts=1, limits=limits))
+    assert (statistics.failed, lines[0]["error"]["kind"], lines[0]["error"]["phase"]) == (1, "timeout", "model")
 
 
 PHASES = {"chat": "model", "open": "session", "finish": "session"}
