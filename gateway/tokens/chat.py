@@ -433,7 +433,18 @@ class _Places:
 def _bare(text: str) -> str:
     """Without white space, since templates wrap and indent, and without the switches of reasoning, which some take out
     of a text and obey (SmolLM3, Nemotron)."""
-    return "".join(re.sub(r"/(no_?)?think", "", text).split())
+    return "".join("".join(_SWITCH.sub("", piece).split()) for piece in _pieces(text))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text in pieces: one call of C, in which no other thread runs, takes some ms of each. None cuts a switch."""
+    begin = 0
+    while begin < len(text):
+        end = begin + PIECE_CHARS
+        for found in _SWITCH.finditer(text, end - SWITCH_CHARS + 1, end + SWITCH_CHARS - 1):
+            end = max(end, found.end()) if found.start() < end else end
+        yield text[begin:end]
+        begin = end
 
 
 def _plain(text: str) -> str:
@@ -441,11 +452,11 @@ def _plain(text: str) -> str:
 
 
 def _json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return "".join(json.dumps(piece, ensure_ascii=False)[1:-1] for piece in _pieces(text))
 
 
 def _ascii_json(text: str) -> str:
-    return json.dumps(text)[1:-1]
+    return "".join(json.dumps(piece)[1:-1] for piece in _pieces(text))
 
 
 Escape = Callable[[str], str]
@@ -453,6 +464,8 @@ ESCAPES: Sequence[Escape] = (_plain, _json, _ascii_json)
 """How templates write a text."""
 MOVED_ROLES = ("system", "tool")
 """What templates write elsewhere: into the last question (Mistral), or before the text beside the call (Gemma)."""
+PIECE_CHARS = 1 << 18
+_SWITCH, SWITCH_CHARS = re.compile(r"/(no_?)?think"), len("/no_think")
 COUNTED_MAX = 200_000_000
 """Characters that are searched, some tenth of a second, before a text is taken to be there."""
 BARE_ESCAPES: Sequence[Escape] = (_bare, lambda text: _bare(_json(text)), lambda text: _bare(_ascii_json(text)))

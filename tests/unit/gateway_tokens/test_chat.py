@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from gateway.tokens import chat as chat_module
 from gateway.tokens.chat import SHAPES, TOOLS, Chat
 from gateway.tokens.template import ChatTemplate
 from protos.errors import InvalidRequest
 from tests.support import codecs, families
+from tests.support.loop_holds import HOLD_S_MAX, beating
 from tests.support.turns import Script, ScriptedTurns, serving
 from tests.unit.gateway_api.test_openai_bad_input import post
 
@@ -289,6 +293,34 @@ def test_where_a_template_drops_reasoning_by_its_own_rule_is_known(name: str, wh
 def test_what_a_template_drops_of_longer_histories_alone_is_told(name: str) -> None:
     told = any("the text beside some calls of a longer history" in note for note in chat(families.template(name)).notes)
     assert told == (name.removesuffix("_training") in ("deepseekv3", "gptoss"))
+
+
+@pytest.mark.parametrize("switch", ["/think", "/no_think", "/nothink"])
+def test_a_switch_is_taken_out_wherever_the_pieces_end(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "PIECE_CHARS", 32)
+    for shift in range(40):
+        text = "x" * shift + switch * 5 + "/thin k\u00e9" + "\u4e2d y\U0001f600" * 9 + switch
+        bare = "x" * shift + "/think\u00e9" + "\u4e2dy\U0001f600" * 9
+        assert chat_module._bare(text) == bare
+        assert (chat_module._json(text), chat_module._ascii_json(text)) == (
+            json.dumps(text, ensure_ascii=False)[1:-1],
+            json.dumps(text)[1:-1],
+        )
+
+
+@pytest.mark.slow
+async def test_a_long_text_that_does_not_stand_there_as_it_is_holds_no_loop() -> None:
+    long = "a word " * (12_000_000 // 7)
+    messages: Messages = [{**USER, "content": f"{long}lost"}]
+    rendered, held = f"<|im_start|>user\n{long}is  there", list[float]()
+    for _ in range(4):
+        async with beating() as holds:
+            with pytest.raises(InvalidRequest, match="message 0"):
+                await asyncio.to_thread(chat(ITERATES).check, messages, rendered)
+        held.append(holds.longest_s)
+        if held[-1] < HOLD_S_MAX:
+            return
+    raise AssertionError(held)
 
 
 def test_what_a_template_drops_is_told_in_sentences() -> None:
