@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import ssl
 import time
@@ -50,6 +51,7 @@ PATIENCE_S = 60.0
 """How long a request is sent again while nobody answers: the server may be starting, or starting again."""
 PROXY_STATUSES = frozenset({502, 503, 504})
 """What a proxy answers for a gateway that is away."""
+FULL_LOG_S = 60.0
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
 """Between two tries: each pause is twice the one before, up to the second number."""
 
@@ -74,6 +76,7 @@ class Presence:
         self.seen = False
         self._server = server
         self._away_since: float | None = None
+        self._full_since = -math.inf
 
     def answered(self) -> None:
         again = "again" if self.seen else "now"
@@ -87,9 +90,15 @@ class Presence:
             self._away_since = time.monotonic()
             log.warning("%s; trying again for %.0f s", error, patience_s)
 
+    def full(self, error: OutOfCapacity) -> None:
+        """It answers, and has no room: that may take long. One line a minute at most says why."""
+        if (now := time.monotonic()) >= self._full_since + FULL_LOG_S:
+            self._full_since = now
+            log.warning("%s has no room, and is asked again: %s", self._server, error)
+
 
 class Retry:
-    """The tries of one request, for `patience_s` in all."""
+    """The tries of one request, for `patience_s` from the first failure on: a try may have waited for long before."""
 
     def __init__(self, presence: Presence, patience_s: float) -> None:
         self.failed = False
@@ -97,7 +106,7 @@ class Retry:
         self.presence = presence
         """Of the gateway that the next try goes to."""
         self._patience_s = patience_s
-        self._deadline = time.monotonic() + patience_s
+        self._deadline: float | None = None
         self._pause_s = RETRY_FIRST_S
 
     def pause_s(self, error: Unavailable | OutOfCapacity | VersionUnknown) -> float:
@@ -106,11 +115,15 @@ class Retry:
         if isinstance(error, WrongServer) and not self.presence.seen:
             raise error
         wait_s = max(self._pause_s, getattr(error, "retry_after_s", 0.0)) * (1 + 0.25 * _jitter.random())
-        if time.monotonic() + wait_s > self._deadline:
+        now = time.monotonic()
+        self._deadline = now + self._patience_s if self._deadline is None else self._deadline
+        if now + wait_s > self._deadline:
             raise error
         if isinstance(error, Unavailable):
             self.failed = True
             self.presence.away(error, self._patience_s)
+        if isinstance(error, OutOfCapacity):
+            self.presence.full(error)
         self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
         return wait_s
 

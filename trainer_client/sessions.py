@@ -69,7 +69,8 @@ ABANDON_PATIENCE_S = 20.0
 CALL_TIMEOUT_S = 1800.0
 """Of one request; a long answer on a busy fleet takes minutes."""
 OPENAI_RETRIES = 20
-"""Of OpenAI's client, whose pauses grow to 8 s: it tries again for some two minutes."""
+"""Of OpenAI's client, whose pauses grow to 8 s: it tries again for some two minutes. Where each try waits for room in
+the gateway, it takes twenty."""
 REASON_CHARS = 300
 LOST = "the answer to its creation was lost"
 
@@ -261,6 +262,11 @@ class _Gateway:
                 return answer
             yield Pause(pause_s)
 
+    def refused(self, answer: httpx.Response) -> None:
+        """The answer to a try by OpenAI's client, which says nothing of it while it tries again."""
+        if isinstance(error := error_of(answer, self.url), OutOfCapacity):
+            self._presence(self.url).full(error)
+
     def _retry(self, gateway: str, patience_s: float) -> Retry:
         return Retry(self._presence(gateway), patience_s)
 
@@ -423,8 +429,14 @@ class Sessions:
         timeout = httpx.Timeout(timeout_s, connect=10.0)
         ours = our_transport()
         self._http = httpx.Client(timeout=timeout, limits=limits, headers=self._gateway.credentials, **ours)
-        self.for_models = httpx.Client(limits=httpx.Limits(max_connections=None), **ours)
+        hooks = {"response": [self._see_model_call]}
+        self.for_models = httpx.Client(limits=httpx.Limits(max_connections=None), event_hooks=hooks, **ours)
         """What the sessions' OpenAI clients send by, without this client's own key."""
+
+    def _see_model_call(self, answer: httpx.Response) -> None:
+        if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
+            answer.read()
+            self._gateway.refused(answer)
 
     def close(self) -> None:
         self.stop.set()
@@ -536,8 +548,13 @@ class AsyncSessions:
         self._timeout_s = timeout_s
         ours = {"limits": httpx.Limits(max_connections=None), **our_transport()}
         self._http = httpx.AsyncClient(headers=self.gateway.credentials, **ours)
-        self.for_models = httpx.AsyncClient(**ours)
+        self.for_models = httpx.AsyncClient(event_hooks={"response": [self._see_model_call]}, **ours)
         """What the sessions' OpenAI clients send by, without this client's own key."""
+
+    async def _see_model_call(self, answer: httpx.Response) -> None:
+        if answer.status_code == httpx.codes.TOO_MANY_REQUESTS:
+            await answer.aread()
+            self.gateway.refused(answer)
 
     async def close(self) -> None:
         await self._http.aclose()

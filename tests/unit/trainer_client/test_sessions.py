@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from protos.errors import Conflict, InvalidRequest, LaminarError, Misdirected, OutOfCapacity, Unavailable, WrongServer
 from tests.support.scripted_engine import MODEL, ScriptedEngine
 from tests.unit.gateway_api.test_status import gateway
 from trainer_client import AsyncExperienceReader, AsyncSessions, Sessions, Trajectory
+from trainer_client.gateway_http import Presence, Retry
 from trainer_client.rewards import NoNumber
-from trainer_client.sessions import Pause, Post
+from trainer_client.sessions import AsyncSession, Made, Pause, Post, Session
 
 
 @dataclass
@@ -292,6 +295,50 @@ async def test_an_answer_that_is_cut_is_asked_for_again(chunked: bool) -> None:
         async with sessions.open() as session:
             await session.finish(1.0)
     assert asked == [b"/sessions", b"/sessions", b"/sessions/s0/finish", b"/sessions/s0/finish"] * 2
+
+
+FULL = b'{"error": {"message": "no engine took the turn", "code": "out_of_capacity"}}'
+WRONG = b'{"error": {"message": "no model", "code": "not_found"}}'
+
+
+async def test_the_log_says_why_openais_client_waits(caplog: pytest.LogCaptureFixture) -> None:
+    tries = 0
+
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tries
+        tries += 1
+        await reader.readuntil(b"\r\n\r\n")
+        status, body = (b"404", WRONG) if tries % 3 == 0 else (b"429", FULL)
+        length = str(len(body)).encode()
+        writer.write(b"HTTP/1.1 " + status + b" -\r\nRetry-After-Ms: 1\r\nContent-Length: " + length)
+        writer.write(b"\r\nConnection: close\r\n\r\n" + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answers, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    made = Made("s0", f"{url}/sessions/s0/v1", "key")
+
+    def call() -> None:
+        with Sessions(url, MODEL) as client, pytest.raises(openai.NotFoundError):
+            Session(made, client, {}).openai.completions.create(model=MODEL, prompt="x")
+
+    async with server, AsyncSessions(url) as client:
+        await asyncio.to_thread(call)
+        with pytest.raises(openai.NotFoundError):
+            await AsyncSession(made, client).openai.completions.create(model=MODEL, prompt="x")
+    told = f"the gateway at {url} has no room, and is asked again: no engine took the turn"
+    assert tries == 6
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [told] * 2
+
+
+def test_the_patience_begins_with_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    retry, began = Retry(Presence("the gateway"), 1.0), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 3600)
+    assert retry.pause_s(Unavailable("it was killed while a long request waited")) < 1
+    monkeypatch.setattr(time, "monotonic", lambda: began + 3602)
+    with pytest.raises(Unavailable):
+        retry.pause_s(Unavailable("it is away"))
 
 
 OTHERS = {
