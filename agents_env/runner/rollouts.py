@@ -172,7 +172,7 @@ class Runner(Generic[TaskT]):
             usage = session.usage
             outcome = await self._judge(sample, session, spec)
             if isinstance(self._environment, SelfCallingEnvironment):
-                await self._check_called(spec.session_id)
+                await self._check_called(spec.session_id, outcome)
             await self._server.finish(session, outcome)
         except asyncio.CancelledError:
             await self._server.abandon(spec.session_id, "the run was stopped")
@@ -189,14 +189,17 @@ class Runner(Generic[TaskT]):
         await self._source.completed(sample, outcome.reward)
         return None
 
-    async def _check_called(self, session_id: str) -> None:
+    async def _check_called(self, session_id: str, outcome: Outcome) -> None:
         """RolloutFailed for a session without a turn, which has nothing to reward: it would be so the next time."""
         found = await self._server.look(session_id)
         if found is not None and found.get("turns") == found.get("running") == 0:
+            status = outcome.metrics.get("exit_status")
+            ended = "" if status is None else f", and ended with status {status:g}"
             raise RolloutFailed(
                 "environment",
                 "no call",
-                "the program made no model call by its session: it has to use $OPENAI_BASE_URL or $ANTHROPIC_BASE_URL",
+                f"the program made no model call by its session that was answered{ended}: it has to use "
+                "$OPENAI_BASE_URL or $ANTHROPIC_BASE_URL, and $AGENTS_ENV_MODEL",
                 "tool",
                 again=False,
             )

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
+from urllib.parse import quote
 
 from agents_env.environment import Environment, PooledEnvironment, TaskT
 from agents_env.failures import RolloutFailed, RunFailed
@@ -120,6 +121,7 @@ class PoolTasks:
         self._runner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._held: set[str] = set()
         self._asked: set[str] = set()  # requests whose answer has not come
+        self._found = False  # a sample, in this life
         self._renewing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -139,11 +141,22 @@ class PoolTasks:
             answer = await self._lease(name, WAIT_S)
             self._asked.discard(name)  # not when it is cancelled: `close` asks what became of it
             if answer["leases"]:
+                self._found = True
                 return self._sample(answer["leases"][0])
             if answer["drained"]:
                 if not self._options.follow:
+                    if not self._found:
+                        await self._check_name()
                     return None
                 await asyncio.sleep(1.0)  # a drained pool answers at once
+
+    async def _check_name(self) -> None:
+        """RunFailed where the pool has no tasks: its name may be misspelt, and nothing was rolled out."""
+        if not (await self._server.get(f"/tasks?pool={quote(self._options.name, safe='')}", Usage()))["tasks"]:
+            raise RunFailed(
+                f"prompt pool {self._options.name!r} has no tasks; add some before, or with --follow later, or give "
+                "another --pool NAME"
+            )
 
     async def _lease(self, name: str, wait_s: float) -> dict[str, Any]:
         body = {

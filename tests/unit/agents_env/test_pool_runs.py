@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from agents_env.environment import Chat, Outcome
 from agents_env.environments.tool_chain import ToolChain
 from agents_env.failures import RunFailed
 from agents_env.runner import Runner, Statistics
@@ -94,6 +95,25 @@ async def place_of(script: Callable[..., str]) -> AsyncIterator[Place]:
         async with serving(script, extend=lambda app: add_task_routes(app, pool)) as server:
             yield Place(server, pool)
         await pool.close()
+
+
+async def test_a_pool_without_tasks_is_named(place: Place) -> None:
+    """Its name may be misspelt. One whose tasks have ended is drained, also when they are removed meanwhile."""
+    with pytest.raises(RunFailed, match="prompt pool 'p' has no tasks; add some"):
+        await place.run()
+    await place.add(1)
+    assert (await place.run())[0].rollouts == 1
+    assert (await place.run())[0].rollouts == 0
+
+    class Removes(PooledEcho):
+        async def rollout(self, task: Number, client: Chat) -> Outcome:
+            outcome = await super().rollout(task, client)
+            await place.pool.remove("p", [str(task.value)])
+            return outcome
+
+    await place.pool.remove("p", None)
+    await place.add(1)
+    assert (await place.run(environment=Removes()))[0].failed == 0
 
 
 async def test_two_runners_share_a_pool_until_it_is_drained(place: Place) -> None:

@@ -129,7 +129,7 @@ async def test_a_program_that_makes_no_call_is_named_and_not_run_again(tmp_path:
     [record] = records
     assert record.error is not None
     assert (record.error.kind, (tmp_path / "ran").read_text()) == ("no call", "x")
-    assert "made no model call" in record.error.message
+    assert "made no model call by its session that was answered, and ended with status 0" in record.error.message
 
 
 FORK = """
