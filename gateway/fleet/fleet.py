@@ -82,6 +82,8 @@ class Fleet:
         self.elsewhere: dict[str, str] = {}
         """Registered and lost engines that are not in the fleet, since another gateway has them or their relay is gone:
         why, by their names; the last ELSEWHERE_MAX."""
+        self.lost = set[str]()
+        """Names of engines that left since another gateway claimed them; whoever added them may try again."""
         self.state = state
         self.handles: dict[EngineName, EngineHandle] = {}
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
@@ -157,6 +159,7 @@ class Fleet:
             self._give_back(spec.url)
             raise
         self.elsewhere.pop(spec.name, None)
+        self.lost.discard(spec.name)
 
     def _give_back(self, url: str) -> None:
         """Others may have the engine, unless it is in the fleet: it may have joined it meanwhile."""
@@ -175,6 +178,7 @@ class Fleet:
             if handle.spec.url == url:
                 log.error("engine %s at %s leaves the fleet: %s has claimed it", name, url, holder)
                 await self.remove(name)
+                self.lost.add(name)
                 self.note_elsewhere(name, f"engine {name} at {url} belongs to {holder}")
 
     def add(self, spec: EngineSpec) -> None:

@@ -50,7 +50,7 @@ class Registrations:
         while True:
             await asyncio.sleep(CLAIM_AGAIN_S)
             async with self._changing:
-                for name in sorted(self._claimed):
+                for name in sorted(self._claimed | (self._fleet.lost & self._added.keys())):
                     await self._join(name)
 
     async def _follow(self, engines: dict[str, RegisteredEngine]) -> None:
@@ -67,6 +67,7 @@ class Registrations:
 
     async def _leave(self, name: str, relay: str) -> None:
         self._claimed.discard(name)
+        self._fleet.lost.discard(name)
         self._fleet.elsewhere.pop(name, None)
         spec, handle = self._added.pop(name, None), self._fleet.handles.get(EngineName(name))
         if spec is not None and handle is not None and handle.spec is spec:
@@ -88,6 +89,7 @@ class Registrations:
             self._fleet.note_elsewhere(name, error.message)
             return
         except LaminarError as error:
+            self._fleet.lost.discard(name)
             log.warning("the registered engine %s does not join: %s", name, error)
             return
         except Exception:
