@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paramserver.config import show_apart, show_bytes
 from paramserver.data.frames import CONGESTION_CONTROL, tune
-from paramserver.memory.mapping import mount_of
+from paramserver.memory.mapping import IN_MEMORY, available_memory, mount_of
 from paramserver.memory.orphans import Orphan, orphans
 from protos.errors import InvalidRequest
 from protos.findings import Finding
@@ -37,6 +37,7 @@ class Host:
     pool_dir: Path
     file_system: str
     free_bytes: int  # with what an earlier life left in this very pool: the next one takes it over
+    memory_bytes: int  # that is available, with the same
     huge: str  # the tmpfs's huge= option, "never" without one
     kernel: tuple[int, int]  # Linux's version
     files_max: int
@@ -65,10 +66,12 @@ def look(pool_dir: Path) -> Host:
     kind, options = mount_of(existing.resolve())
     status = os.statvfs(existing)
     found = tuple(orphans(pool_dir.parent))
+    left_bytes = sum(one.size_bytes for one in found if one.directory == pool_dir)
     return Host(
         pool_dir,
         kind,
-        status.f_bavail * status.f_frsize + sum(one.size_bytes for one in found if one.directory == pool_dir),
+        status.f_bavail * status.f_frsize + left_bytes,
+        available_memory() + left_bytes,
         next((o.removeprefix("huge=") for o in options.split(",") if o.startswith("huge=")), "never"),
         _kernel(os.uname().release),
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -87,7 +90,9 @@ def _kernel(release: str) -> tuple[int, int]:
 
 def judge(host: Host, pool_bytes: int) -> list[Finding]:
     """Every finding, right or wrong, for a relay whose pool has `pool_bytes`."""
-    memory = host.file_system in ("tmpfs", "ramfs")
+    memory = host.file_system in IN_MEMORY
+    fits = not memory or host.memory_bytes >= pool_bytes
+    room = f"mount -o remount,size={-(-pool_bytes >> 30) + 1}G ...; in a container, raise --shm-size"
     orphaned = sum(one.size_bytes for one in host.orphans)
     findings = [
         Finding(
@@ -100,7 +105,13 @@ def judge(host: Host, pool_bytes: int) -> list[Finding]:
             "room for the pool",
             host.free_bytes >= pool_bytes,
             "{} free, {} wanted".format(*show_apart(host.free_bytes, pool_bytes)),
-            f"mount -o remount,size={-(-pool_bytes >> 30) + 1}G ...; in a container, raise --shm-size",
+            room if fits else "a smaller --pool-bytes: four times a version is enough",
+        ),
+        Finding(
+            "memory for the pool",
+            fits,
+            "{} available, {} wanted".format(*show_apart(host.memory_bytes, pool_bytes)),
+            "a smaller --pool-bytes, or end what uses the memory: Linux ends processes when it is out",
         ),
         Finding(
             "huge pages on the tmpfs",

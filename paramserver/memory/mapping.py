@@ -87,6 +87,16 @@ def _last_error() -> OSError:
     return OSError(error, os.strerror(error))
 
 
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are made of the host's ordinary memory."""
+
+
+def available_memory() -> int:
+    """Bytes that Linux can give to new files in memory, swap included; a tmpfs promises more than that."""
+    read = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return sum(int(read[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+
+
 def mount_of(directory: Path) -> tuple[str, str]:
     """Kind and options of the file system: that of the deepest mount point above, the last mounted there."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paramserver.config import show_apart, show_bytes
-from paramserver.memory.mapping import HUGE_BYTES, FileMapping, mount_of
+from paramserver.memory.mapping import HUGE_BYTES, IN_MEMORY, FileMapping, available_memory, mount_of
 from paramserver.memory.orphans import clear_hint
 from paramserver.memory.stored import LOCK, POOLS, lock_directory, refuse_foreign
 from protos.errors import OutOfCapacity, TooLarge, Unavailable
@@ -261,7 +261,7 @@ class Pool:
         self._leases = self._has_leases()
 
     def preallocate(self) -> None:
-        """Allocates and touches the whole pool. Raises OutOfCapacity when the file system has less."""
+        """Allocates and touches the whole pool. Raises OutOfCapacity when the file system or the host has less."""
         found = os.statvfs(self.directory)
         here_bytes = self._allocated_bytes  # versions of an earlier life, and the memory of those that were damaged
         new_bytes, room_bytes = self.pool_bytes - here_bytes, found.f_bavail * found.f_frsize + here_bytes
@@ -271,6 +271,13 @@ class Pool:
                 f"a pool of {wanted}, {self.directory} has room for {room}",
                 hint=clear_hint(self.directory.parent) or "lower --pool-bytes, or point --pool-dir at a larger tmpfs",
             )
+        kind, _ = mount_of(self.directory.resolve())
+        if kind in IN_MEMORY and new_bytes > (memory_bytes := available_memory()):  # Linux would kill for the rest
+            wanted, there = show_apart(new_bytes, memory_bytes)
+            raise OutOfCapacity(
+                f"{self.directory} needs {wanted}, and this host has {there} of memory available",
+                hint=clear_hint(self.directory.parent) or "lower --pool-bytes",
+            )
         blank = self.pool_bytes // max(NUM_BLANKS, -(-self.pool_bytes // BLANK_BYTES_MAX))
         blank -= blank % mmap.PAGESIZE
         with self._shaping:
@@ -278,8 +285,7 @@ class Pool:
                 file = self._create(blank, self._unless_closing)
                 file.touch(lambda: self._closing)
                 self._free.append(file)
-        kind, _ = mount_of(self.directory.resolve())
-        if kind not in ("tmpfs", "ramfs", "hugetlbfs"):
+        if kind not in (*IN_MEMORY, "hugetlbfs"):
             log.warning(
                 "%s is on %s, not in memory: it is slower; choose a --pool-dir below /dev/shm", self.directory, kind
             )

@@ -720,3 +720,18 @@ def test_memory_of_what_turns_out_damaged_is_the_pools_and_no_more_than_it(
     if reader is not None:
         reader.close()
     pool.close()
+
+
+def test_more_than_the_hosts_memory_is_refused_before_any_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paramserver.memory.pool.mount_of", lambda _: ("tmpfs", ""))
+    monkeypatch.setattr("paramserver.memory.pool.available_memory", lambda: 1 << 20)
+    pool = Pool(tmp_path / "pool", 2 << 20)
+    with pytest.raises(OutOfCapacity, match=r"needs 2 MiB, and this host has 1 MiB of memory available \(lower"):
+        pool.preallocate()
+    assert [path for path in (tmp_path / "pool").rglob("*") if path.is_file() and path.stat().st_size > 1 << 16] == []
+    pool.close()
+    smaller = Pool(tmp_path / "pool", 1 << 20)
+    smaller.preallocate()
+    smaller.close()

@@ -27,6 +27,7 @@ GOOD = Host(
     pool_dir=Path("/dev/shm/laminar/a"),
     file_system="tmpfs",
     free_bytes=100 << 30,
+    memory_bytes=100 << 30,
     huge="within_size",
     kernel=(5, 15),
     files_max=FILES_MIN,
@@ -53,6 +54,7 @@ def test_a_newer_kernel_needs_no_huge_pages_of_the_mount() -> None:
     ("change", "what", "advice", "remedy"),
     [
         ({"file_system": "ext4"}, "pool directory in memory", False, "/dev/shm"),
+        ({"memory_bytes": 63 << 30}, "memory for the pool", False, "smaller --pool-bytes"),
         ({"free_bytes": 63 << 30}, "room for the pool", False, "size=65G"),
         ({"huge": "never"}, "huge pages on the tmpfs", True, "huge=within_size"),
         ({"files_max": 1024}, "open files", False, "ulimit -n 4096"),
@@ -85,7 +87,7 @@ def test_this_host_is_read_and_pools_without_a_relay_are_found(tmp_path: Path) -
     fcntl.flock(held, fcntl.LOCK_EX)
     found = look(tmp_path / "new" / "pool")
     assert look(tmp_path / "new").orphans == (Orphan(tmp_path / "left", 8192),)
-    assert found.free_bytes > 0
+    assert min(found.free_bytes, found.memory_bytes) > 0
     assert found.files_max > 0
     os.close(held)
 
