@@ -29,7 +29,7 @@ from gateway.core.types import EngineName, TurnId, Version
 from gateway.engines.base import PassedAnswer, StreamCut
 from gateway.engines.http import ERROR_SHOWN, cut_reason
 from gateway.fleet.fleet import Fleet
-from protos.errors import Unavailable
+from protos.errors import OutOfCapacity, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,8 @@ class TextProxy:
     async def forward(self, api: TextApi, body: bytes, client: Client, *, streamed: bool) -> AsyncIterator[Relayed]:
         """The response of the first engine that gives one: whole, or (`streamed`) with its first bytes.
 
-        Raises OutOfCapacity, Unavailable when engines fail it, and StreamCut while the rest is read.
+        Raises OutOfCapacity where engines have no room, Unavailable when they fail it, and StreamCut while the rest is
+        read.
         """
         if self.draining:
             raise Unavailable("the gateway is shutting down", hint="send it again soon")
@@ -206,13 +207,13 @@ class TextProxy:
             self._fleet.failed(forwarded.engine, turn_id, cut)
 
     def _after(self, cut: StreamCut, engine: EngineName, demand: TextDemand, tries: int) -> TextDemand:
-        """What the next try needs. Raises Unavailable when there were enough of them."""
+        """What the next try needs. When there were enough of them, raises Unavailable, or OutOfCapacity where the last
+        engine had no room."""
         log.warning("a request forwarded to %s failed before its first byte: %s", engine, cut)
         if tries >= TRIES_MAX:
             self._failed += 1
-            raise Unavailable(
-                f"{tries} engines failed it, last {engine}: {cut}", hint="send the request again"
-            ) from cut
+            kind = OutOfCapacity if cut.reason == "no_room" else Unavailable
+            raise kind(f"{tries} tries failed, the last on {engine}: {cut}", hint="send the request again") from cut
         self._retried += 1
         return replace(demand, avoid=demand.avoid | {engine})
 

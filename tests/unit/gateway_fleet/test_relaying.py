@@ -259,6 +259,17 @@ async def test_an_engine_that_fails_request_after_request_gets_none_for_a_while(
         assert (len(e0.texts) > faults.FAULTS_MAX) is serves_on
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_where_no_engine_has_room_the_client_hears_so(tmp_path: Path, streamed: bool) -> None:
+    e0 = TextEngine("e0", draw=lambda: Cut("503"))
+    async with e0, gateway(tmp_path, e0) as (_, http):
+        answer = await ask(http, chat(stream=streamed))
+    assert (answer.status, float(answer.headers["Retry-After"]) >= 1) == (429, True)
+    message = answer.error["message"]
+    assert message.startswith("3 tries failed, the last on e0: ")
+    assert "answered 503" in message
+
+
 async def test_a_stream_that_breaks_off_says_so_and_is_not_asked_for_again(tmp_path: Path) -> None:
     async with (
         TextEngine("e0", cuts=deque([Cut("reset", 3)])) as e0,
