@@ -205,7 +205,15 @@ class Server:
             body["version"] = spec.version
         if spec.parent_session_id is not None:
             body |= {"parent_session_id": spec.parent_session_id, "blocks_parent": True, "train": spec.train}
-        answer = await self.post("/sessions", body, usage)
+        try:
+            answer = await self.post("/sessions", body, usage)
+        except RolloutFailed as error:
+            if error.kind != "http 404" or spec.parent_session_id is not None:
+                raise
+            raise RunFailed(
+                f"{self.root} has a model and no sessions: it is no gateway (--gateway takes the URL that "
+                "`gateway serve` prints; --no-sessions is for other servers)"
+            ) from error
         try:
             client = self._openai.with_options(base_url=answer["base_url"], api_key=answer["api_key"])
         except KeyError as error:

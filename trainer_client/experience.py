@@ -46,6 +46,7 @@ from trainer_client.gateway_http import (
     our_transport,
     patiently,
     request,
+    root_of,
 )
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.old_run import OnOldRun, check_on_old_run, meet
@@ -148,7 +149,7 @@ class AsyncExperienceReader(AsyncClient):
         self._leased: dict[str, Batch] = {}  # batches that loops over `batches` hold now
         self._return_lock = asyncio.Lock()
         self._unanswered = Unanswered(self._release)
-        self._url = gateway.rstrip("/")
+        self._url = root_of(gateway)
         self._presence = Presence(f"the gateway at {self._url}")
         self._timeout_s = timeout_s
         self._credentials = bearer(api_key)

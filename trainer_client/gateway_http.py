@@ -64,6 +64,11 @@ _CUT = "peer closed connection"
 """How h11 begins its error for a body that ends too soon; it has one class for all."""
 
 
+def root_of(gateway: str) -> str:
+    """The URL that routes are added to, of a gateway's URL or of its OpenAI base_url."""
+    return gateway.rstrip("/").removesuffix("/v1")
+
+
 class NoAnswer(Unavailable):
     """The request was sent, and its answer did not come, or not whole: what came of it is in doubt."""
 

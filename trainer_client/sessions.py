@@ -56,6 +56,7 @@ from trainer_client.gateway_http import (
     named_errors,
     our_transport,
     request,
+    root_of,
 )
 from trainer_client.rewards import number
 
@@ -146,7 +147,7 @@ class _Gateway:
     """What is sent to a gateway, and sent again; where several share a Redis, to the one that has the session, too."""
 
     def __init__(self, gateway: str, model: str, patience_s: float, api_key: str | None) -> None:
-        self.url = gateway.rstrip("/").removesuffix("/v1")
+        self.url = root_of(gateway)
         self.model = model
         self.credentials = bearer(api_key)
         self._patience_s = patience_s

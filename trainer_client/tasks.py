@@ -27,7 +27,7 @@ import msgspec
 from protos.access.bearer import bearer
 from protos.decoding import decode_json
 from protos.errors import InvalidRequest, WrongServer
-from trainer_client.gateway_http import WRONG_SERVER, Presence, our_transport, patiently, request
+from trainer_client.gateway_http import WRONG_SERVER, Presence, our_transport, patiently, request, root_of
 from trainer_client.loop import AsyncClient, SyncClient
 from trainer_client.rewards import number
 
@@ -126,7 +126,7 @@ class AsyncPromptPool(AsyncClient):
         self, gateway: str, *, pool: str = "default", timeout_s: float = 30.0, api_key: str | None = None
     ) -> None:
         self.pool = pool
-        self._url = gateway.rstrip("/")
+        self._url = root_of(gateway)
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(headers=bearer(api_key), **our_transport())
         self._presence = Presence(f"the gateway at {self._url}")

@@ -217,7 +217,9 @@ def _refused(request: web.Request, status: int, message: str, code: str, headers
 
 
 def _meant(request: web.Request) -> str:
-    """The commonest mistake is a base_url without its /v1, or, of Anthropic's client, one that has it."""
+    """The commonest mistakes: a browser at the root; a base_url without its /v1, or, of Anthropic's client, with it."""
+    if request.path == "/":
+        return "the dashboard is at /ui, OpenAI's API at /v1"
     if "/v1/v1/messages" in request.path:
         return "the base_url of Anthropic's client does not end in /v1"
     if request.path.endswith(("/chat/completions", "/completions", "/models")) and "/v1/" not in request.path:

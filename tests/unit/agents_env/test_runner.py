@@ -295,6 +295,14 @@ async def test_a_first_call_that_is_refused_is_not_made_again_and_told_of_once(
     assert failed == ["rollout echo-r-0-0 failed: model (http 400): max_tokens is no number"]
 
 
+async def test_a_server_without_sessions_is_named_at_once() -> None:
+    async with serving(repeat) as server:
+        server.refuse["open"].extend([Refusal(404)] * 4)
+        with pytest.raises(RunFailed, match=r"no sessions: it is no gateway .*--no-sessions is for other servers"):
+            await roll_out(server, plan())
+    assert server.sessions == {}
+
+
 async def test_failures_without_end_stop_the_run_and_name_the_last() -> None:
     async with serving(repeat) as server:
         server.refuse["chat"].extend([Refusal(500, body="out of disk")] * 100)

@@ -244,6 +244,7 @@ def test_a_body_over_msgpack_depth_or_a_huge_number_is_refused() -> None:
     ("method", "path", "status", "message"),
     [
         ("POST", "/chat/completions", 404, "no route /chat/completions (the base_url ends in /v1)"),
+        ("GET", "/", 404, "no route / (the dashboard is at /ui, OpenAI's API at /v1)"),
         ("GET", "/models", 404, "the base_url ends in /v1"),
         ("POST", "/v1/embeddings", 404, "no route /v1/embeddings (completions are at /v1/chat/completions"),
         ("POST", "/sessions/s/rewards", 404, "GET /openapi.json lists every route"),

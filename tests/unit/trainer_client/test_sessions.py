@@ -17,7 +17,7 @@ import pytest
 from protos.errors import Conflict, InvalidRequest, LaminarError, Misdirected, OutOfCapacity, Unavailable, WrongServer
 from tests.support.scripted_engine import MODEL, ScriptedEngine
 from tests.unit.gateway_api.test_status import gateway
-from trainer_client import AsyncExperienceReader, AsyncSessions, Sessions, Trajectory
+from trainer_client import AsyncExperienceReader, AsyncPromptPool, AsyncSessions, Sessions, Trajectory
 from trainer_client.gateway_http import Presence, Retry
 from trainer_client.rewards import NoNumber
 from trainer_client.sessions import AsyncSession, Made, Pause, Post, Session
@@ -254,6 +254,15 @@ async def test_why_a_group_is_abandoned_may_be_a_long_text(scene: Scene, caplog:
     members = await scene.play(work)
     assert {await scene.state(name) for name in members} == {"abandoned"}
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+async def test_an_openai_base_url_names_its_gateway(scene: Scene) -> None:
+    url = f"{scene.url}/v1/"
+    async with AsyncExperienceReader(url) as reader, AsyncPromptPool(url) as pool, AsyncSessions(url) as sessions:
+        assert not await reader.sample(trajectories=1, wait_s=0)
+        assert (await pool.status()).tasks == 0
+        async with sessions.open():
+            pass
 
 
 async def test_openai_is_named_where_it_is_missing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
