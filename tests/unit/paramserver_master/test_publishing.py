@@ -1492,7 +1492,8 @@ async def test_beyond_the_bound_a_wait_for_a_stage_is_refused_and_those_that_sta
     draft = await host.announce()
 
     def ask(wait_s: float) -> Coroutine[Any, Any, pb.StageReply]:
-        request = pb.StageRequest(model=MODEL, version=draft.manifest.version, want="sealed", wait_s=wait_s)
+        version, run = draft.manifest.version, draft.manifest.run
+        request = pb.StageRequest(model=MODEL, version=version, run=run, want="sealed", wait_s=wait_s)
         return service.Stage.__wrapped__(service, request, None)  # type: ignore[attr-defined,no-any-return]
 
     async def both_wait() -> bool:
