@@ -11,8 +11,9 @@ from paramserver.client.relay import RelayClient
 from paramserver.data import frames
 from paramserver.host import judge, judge_clock, look
 from paramserver.membership.etcd import EtcdRegistry
+from paramserver.membership.local import find_etcd
 from protos.access.etcd import EtcdAccess
-from protos.errors import LaminarError
+from protos.errors import LaminarError, Unavailable
 from protos.findings import Finding
 
 CONNECT_TIMEOUT_S = 3.0
@@ -30,11 +31,19 @@ async def examine(
 ) -> list[Finding]:
     """Every finding, right or wrong; nothing is changed."""
     findings = judge(await asyncio.to_thread(look, pool_dir), pool_bytes)
-    if etcd:
-        findings.append(await _etcd(etcd, lease_ttl_s, access))
+    findings.append(await _etcd(etcd, lease_ttl_s, access) if etcd else _etcd_here())
     for relay in relays:
         findings += await _relay(relay)
     return findings
+
+
+def _etcd_here() -> Finding:
+    """What a relay without --etcd starts."""
+    what = "etcd of its own"
+    try:
+        return Finding(what, True, str(find_etcd()))
+    except Unavailable as error:
+        return Finding(what, False, error.message, f"without --etcd a relay does not start: {error.hint}", advice=True)
 
 
 async def _etcd(endpoint: str, lease_ttl_s: float, access: EtcdAccess) -> Finding:

@@ -98,6 +98,19 @@ def test_an_interface_gives_its_address_and_an_unknown_one_is_named() -> None:
         address_of("eth99")
 
 
+async def test_a_relay_without_etcd_needs_one_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found() -> Finding:
+        [one] = [one for one in await examine(tmp_path, 1, None, [], 5.0, EtcdAccess()) if "etcd" in one.what]
+        return one
+
+    assert (await found()).right
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    none = await found()
+    assert (none.right, none.advice, none.found) == (False, True, "no etcd binary found")
+    assert "[etcd]'" in none.remedy
+
+
 @pytest.mark.slow
 async def test_ports_that_are_open_and_those_that_are_not(relays: Relays, etcd: str, tmp_path: Path) -> None:
     daemon = relays.start("a", "--bind-interface", "lo", "--max-rate", "1GiB")
