@@ -208,17 +208,24 @@ class Server:
         try:
             answer = await self.post("/sessions", body, usage)
         except RolloutFailed as error:
-            if error.kind != "http 404" or spec.parent_session_id is not None:
-                raise
-            raise RunFailed(
-                f"{self.root} has a model and no sessions: it is no gateway (--gateway takes the URL that "
-                "`gateway serve` prints; --no-sessions is for other servers)"
-            ) from error
+            if spec.parent_session_id is None:  # else it is the parent that may be refused
+                self._check_sessions(error)
+            raise
         try:
             client = self._openai.with_options(base_url=answer["base_url"], api_key=answer["api_key"])
         except KeyError as error:
             raise RolloutFailed("session", "answer", f"POST /sessions answered without {error}") from error
         return Session(spec.session_id, client, usage)
+
+    def _check_sessions(self, error: RolloutFailed) -> None:
+        """RunFailed where no session can be opened at all."""
+        if error.kind == "http 404":
+            raise RunFailed(
+                f"{self.root} has a model and no sessions: it is no gateway (--gateway takes the URL that "
+                "`gateway serve` prints; --no-sessions is for other servers)"
+            ) from error
+        if error.kind in ("http 401", "http 403"):
+            raise RunFailed(f"{self.root} refuses sessions to the key in {GATEWAY_KEY}: {error.message}") from error
 
     async def finish(self, session: Session, outcome: Outcome) -> None:
         if not self._sessions:

@@ -295,10 +295,17 @@ async def test_a_first_call_that_is_refused_is_not_made_again_and_told_of_once(
     assert failed == ["rollout echo-r-0-0 failed: model (http 400): max_tokens is no number"]
 
 
-async def test_a_server_without_sessions_is_named_at_once() -> None:
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (404, r"no sessions: it is no gateway .*--no-sessions is for other servers"),
+        (403, r"refuses sessions to the key in LAMINAR_API_KEY: scripted"),
+    ],
+)
+async def test_a_server_that_opens_no_session_is_named_at_once(status: int, said: str) -> None:
     async with serving(repeat) as server:
-        server.refuse["open"].extend([Refusal(404)] * 4)
-        with pytest.raises(RunFailed, match=r"no sessions: it is no gateway .*--no-sessions is for other servers"):
+        server.refuse["open"].extend([Refusal(status)] * 4)
+        with pytest.raises(RunFailed, match=said):
             await roll_out(server, plan())
     assert server.sessions == {}
 
