@@ -19,7 +19,6 @@ from gateway.api.sessions import AbandonRequest, CreateRequest, GroupName, base_
 from gateway.core.access import owner_of
 from gateway.core.groups import GroupPhase
 from gateway.core.types import GroupId, SessionId
-from gateway.redis import of_group
 from gateway.sessions.group_service import GroupService
 from gateway.sessions.registry import SessionRegistry
 from gateway.store.groups import Group
@@ -104,8 +103,8 @@ class _Handlers:
         spec = dataclasses.replace(member, group_id=name, group_size=size)
         self._live.check_rights(spec, caller)
         least = size if wanted.group_min is None else wanted.group_min
-        await self._live.reserve(of_group(name))
-        group = await self._groups.create(spec, group_min=least, resample_max=wanted.resample_max)
+        async with self._live.reserved_group(name):
+            group = await self._groups.create(spec, group_min=least, resample_max=wanted.resample_max)
         return answer_json(self._answer(request, group))
 
     async def show(self, request: web.Request) -> web.Response:

@@ -205,8 +205,8 @@ class _Handlers:
         name = SessionId(wanted.session_id or self._live.new_id())
         spec = session_spec(wanted, name, owner=owner_of(caller), trace=self._trace_of(request))
         self._live.check_rights(spec, caller)
-        await self._live.reserve(name)
-        _, key = self._live.create(spec)
+        async with self._live.reserved(name):
+            _, key = self._live.create(spec)
         await self._live.saved()
         return answer_json(self._made(request, spec.session_id, key))
 

@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Literal
 
 from gateway.redis.server import RedisServer, Script
-from protos.errors import Misdirected, Unavailable
+from protos.errors import Conflict, LaminarError, Misdirected, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +89,21 @@ class SharedGateways:
 
     # -- sessions
 
-    async def reserve(self, name: str) -> None:
-        """Before a session of this name is made: claims it, where this gateway did not make the name. Misdirected for
-        one of another gateway's. While the Redis does not say it begins unclaimed."""
+    @contextlib.asynccontextmanager
+    async def reserved(self, name: str, here: Callable[[], bool]) -> AsyncIterator[None]:
+        """Around the making of a session or group of this name: claims it, where this gateway did not make the name.
+        Misdirected for one of another gateway's. While the Redis does not say it begins unclaimed. Where it is refused,
+        and none is `here`, the name is free again."""
+        await self._begin(name)
+        try:
+            yield
+        except LaminarError as e:
+            if not isinstance(e, Conflict) and not here():
+                with contextlib.suppress(Unavailable):  # it ends by itself
+                    await self._call("drop", "session", self._life, name)
+            raise
+
+    async def _begin(self, name: str) -> None:
         if (marked := _MARKED.fullmatch(name)) is not None and marked[1] == self.mark:
             return
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 from gateway.config import GatewayConfig
@@ -22,7 +23,7 @@ from gateway.core.key_bounds import KeyBounds
 from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, names_a_session
 from gateway.core.types import GroupId, SessionId, TurnId
 from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity
-from gateway.redis import SharedGateways
+from gateway.redis import SharedGateways, of_group
 from gateway.runtime.clock import unix_s
 from gateway.sessions.known_groups import KnownGroups
 from gateway.store import Timeline
@@ -37,6 +38,11 @@ class UnknownSession(NotFound):
     def __init__(self, session_id: str) -> None:
         super().__init__(f"no session {session_id!r}", hint="make it with POST /sessions")
         self.session_id = session_id
+
+
+def _check_name(name: str) -> None:
+    if not names_a_session(name):
+        raise InvalidRequest(f"{name[:40]!r} is not a session id", hint=SESSION_NAME_HINT)
 
 
 class SessionRegistry:
@@ -142,11 +148,22 @@ class SessionRegistry:
         mark = "" if self._gateways is None else f"{self._gateways.mark}-"
         return SessionId(f"s-{mark}{secrets.token_hex(8)}")
 
-    async def reserve(self, name: str) -> None:
-        """Before a session of a name that a client chose is made, or a group (`of_group`), where gateways share a
-        store. Misdirected for one of another gateway's."""
-        if self._gateways is not None and name not in self._live and name not in self._ended:
-            await self._gateways.reserve(name)
+    def reserved(self, name: SessionId | None) -> AbstractAsyncContextManager[None]:
+        """Around the making of a session of a name that a client chose, where gateways share a store. Misdirected for
+        one of another gateway's."""
+        if self._gateways is None or name is None or self._is_here(name):
+            return nullcontext()
+        _check_name(name)
+        return self._gateways.reserved(name, lambda: self._is_here(name))
+
+    def reserved_group(self, group_id: GroupId) -> AbstractAsyncContextManager[None]:
+        """The same of a group."""
+        if self._gateways is None:
+            return nullcontext()
+        return self._gateways.reserved(of_group(group_id), lambda: self._groups.find(group_id) is not None)
+
+    def _is_here(self, name: SessionId) -> bool:
+        return name in self._live or name in self._ended
 
     def owner_for(self, identity: SessionIdentity) -> str:
         """The name whose key made the session that a request names, or makes it with this request."""
@@ -203,13 +220,12 @@ class SessionRegistry:
         return state, key
 
     def _check(self, spec: SessionSpec) -> None:
-        if not names_a_session(spec.session_id):
-            raise InvalidRequest(f"{spec.session_id[:40]!r} is not a session id", hint=SESSION_NAME_HINT)
+        _check_name(spec.session_id)
         self._check_parent(spec)
         self._store.check()
         if self.draining:
             raise Unavailable("the gateway is shutting down", hint="send the request again soon")
-        if spec.session_id in self._live or spec.session_id in self._ended:
+        if self._is_here(spec.session_id):
             how = f" ({self._ended[spec.session_id]})" if spec.session_id in self._ended else ""
             raise Conflict(
                 f"there was already a session {spec.session_id!r}{how}; trajectories carry its name: it is used once",

@@ -77,10 +77,9 @@ class TurnService:
     async def open_session(self, identity: SessionIdentity, turns: int = 1) -> SessionView:
         if self.live.draining:
             raise Unavailable("the gateway is shutting down", hint="send the request again soon")
-        if identity.session_id is not None:
-            await self.live.reserve(identity.session_id)
-        self.live.bounds.check_turns(self.live.owner_for(identity), turns)
-        state = self.live.named_by(identity)
+        async with self.live.reserved(identity.session_id):
+            self.live.bounds.check_turns(self.live.owner_for(identity), turns)
+            state = self.live.named_by(identity)
         state.check_open(turns)
         return self._view(state)
 

@@ -195,6 +195,28 @@ async def test_a_group_is_at_the_gateway_that_made_it(two: Two) -> None:
     await post(b, "/groups/nobody/abandon", {}, 404)
 
 
+async def test_what_is_refused_leaves_its_name_to_others(tmp_path: Path, store: dict[str, Any]) -> None:
+    async with (
+        ScriptedEngine("e0") as e0,
+        ScriptedEngine("e1") as e1,
+        gateway(tmp_path / "a", e0, sessions_max=1, **store) as (found, a),
+        gateway(tmp_path / "b", e1, **store) as (_, b),
+    ):
+        await post(a, "/sessions", {"session_id": "first"})
+        await post(a, "/sessions", {"session_id": "first"}, 409)
+        await refused(b, "/sessions", {"session_id": "first"}, a)
+        await post(a, "/sessions", {"session_id": "more"}, 429)
+        await post(b, "/sessions", {"session_id": "more"})
+        await post(a, "/sessions/called/v1/completions", {"model": MODEL, "prompt": [5], "max_tokens": 2}, 429)
+        await turn(b, "called", [5])
+        await post(a, "/groups", {"group_id": "group", "group_size": 2}, 429)
+        await post(b, "/groups", {"group_id": "group", "group_size": 2})
+        for name in ("y" * 5000, "a b", "group/other"):
+            await post(a, "/sessions", {"session_id": name}, 400)
+            gateways: Any = found.parts.live._gateways
+            assert not await gateways._call("holder", "session", name), "what names no session is not claimed"
+
+
 async def test_of_two_adds_of_one_name_the_one_that_is_refused_keeps_no_claim(
     tmp_path: Path, store: dict[str, Any]
 ) -> None:
