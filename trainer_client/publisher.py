@@ -170,7 +170,6 @@ class AsyncPublisher(AsyncClient):
             beside, {*(source.name for source in sources.tensors), *sources.tied}, arguments.base, arguments.files
         )
         async with self._publish_lock:
-            await self._reach()
             ticket = await self.settled(step, arguments)
             if ticket is None:
                 ticket = await publish(
@@ -187,6 +186,7 @@ class AsyncPublisher(AsyncClient):
 
     async def settled(self, step: int, arguments: PublishArguments) -> AsyncTicket | None:
         """The version that `step` has become already: its publish ended in doubt, or it is to be published once."""
+        await self._reach()
         ticket = await settled(self._relay, self.model, step)
         if ticket is None and arguments.once:
             runs = {self.run, self.state.earlier_run} - {None}
@@ -276,7 +276,6 @@ class AsyncPublisher(AsyncClient):
 
         `shared`: other ranks join the version, and write chunks of the same files.
         """
-        await self._reach()
         return await open_stream(
             self._relay,
             self.model,

@@ -22,6 +22,17 @@ async def test_more_names_than_one_announcement_holds_are_refused_in_words(monke
             await publish(relay, "policy", tensors, step=1, run="r")
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_a_stream_waits_for_a_relay_that_starts_later(
+    once: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that looks first whether its step was published before, as a trainer that is started again does."""
+    monkeypatch.setattr(gateway_http, "PATIENCE_S", 0.5)
+    with Publisher("127.0.0.1:9") as publisher, pytest.raises(Unavailable, match="no relay answers"):
+        publisher.publish_stream((TensorMeta("w", "F32", (1,)),), {}, step=1, once=once)
+    assert [record.message.endswith("trying again for 0 s") for record in caplog.records] == [True]
+
+
 def test_a_publish_that_is_interrupted_as_its_turn_begins_leaves_it_to_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
