@@ -309,6 +309,11 @@ class _Handlers:
             error = _unknown(said, newest, self._deps.model, heard.others)
             self._deps.trainer.note(wanted.reader, str(error))
             raise error
+        refused = next(iter(fleet.relays.refused().items()), None)
+        if heard.verdict == "nobody" and refused is not None and said not in (NO_VERSION, newest):
+            error = _of_refused(said, newest, *refused)
+            self._deps.trainer.note(wanted.reader, str(error))
+            raise error
         doubts = []
         served = max((engine.version for engine in fleet.state.engines.values()), default=NO_VERSION)
         if heard.verdict == "nobody" and said > max(newest, served):
@@ -466,6 +471,14 @@ def _unknown(said: int, newest: int, model: str, others: Sequence[str]) -> Versi
         f"no relay has announced version {said} of model {model!r}: the newest is {newest or 'none'}{elsewhere}",
         hint="pass the version that `publish` returned, not a step, and publish under this model's name; right after a "
         "publish, try again",
+    )
+
+
+def _of_refused(said: int, newest: int, relay: str, why: str) -> VersionUnknown:
+    """Of a trainer that publishes where this gateway takes nothing from: its versions would reach no engine."""
+    return VersionUnknown(
+        f"version {said} is not known here, where the newest is {newest or 'none'}: versions of relay {relay} are "
+        f"refused: {why}"
     )
 
 

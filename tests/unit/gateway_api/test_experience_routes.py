@@ -218,6 +218,24 @@ async def test_a_second_reader_with_a_wrong_version_costs_nobody_else_anything(d
     assert "80 too stale" not in door.trainer.status().notes["second"]
 
 
+async def test_a_trainer_of_a_registry_that_is_refused_is_told(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on for ever, and no engine would load what it publishes."""
+    await door.buffer.add(trajectory("a", version=5))
+    door.fleet.state.newest = Version(5)
+    why = "the registry was replaced (go on with this one by `paramserver adopt ...`)"
+    monkeypatch.setattr(door.fleet.relays, "refused", lambda: {"relay:7070": why})
+    sample: dict[str, Any] = {"reader": "r", "trajectories": 1, "wait_s": 0}
+    for version in (1, 6):
+        status, body = await post(door.url, "/experience/sample", {**sample, "trainer_version": version})
+        assert (status, body["error"]["code"]) == (409, "version_unknown")
+        assert f"version {version} is not known here, where the newest is 5: versions of" in body["error"]["message"]
+        assert why in body["error"]["message"]
+        assert why in door.trainer.status().notes["r"]
+    for version in (0, 5):  # one that has published nothing, and one of the registry that is believed
+        status, _ = await post(door.url, "/experience/sample", {**sample, "trainer_version": version})
+        assert status == 200
+
+
 async def test_what_may_be_used_again_is_used_once_by_all_others(door: Door) -> None:
     for name in "ab":
         await door.buffer.add(trajectory(name))
