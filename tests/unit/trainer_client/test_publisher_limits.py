@@ -30,7 +30,7 @@ def test_a_stream_waits_for_a_relay_that_starts_later(
     monkeypatch.setattr(gateway_http, "PATIENCE_S", 0.5)
     with Publisher("127.0.0.1:9") as publisher, pytest.raises(Unavailable, match="no relay answers"):
         publisher.publish_stream((TensorMeta("w", "F32", (1,)),), {}, step=1, once=once)
-    assert [record.message.endswith("trying again for 0 s") for record in caplog.records] == [True]
+    assert sum(record.message.endswith("trying again for 0 s") for record in caplog.records) == 1
 
 
 def test_a_publish_that_is_interrupted_as_its_turn_begins_leaves_it_to_the_next(
