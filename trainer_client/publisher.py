@@ -184,9 +184,9 @@ class AsyncPublisher(AsyncClient):
         await self.wait_for(ticket, arguments)
         return ticket
 
-    async def settled(self, step: int, arguments: PublishArguments) -> AsyncTicket | None:
+    async def settled(self, step: int, arguments: PublishArguments, *, joins: bool = False) -> AsyncTicket | None:
         """The version that `step` has become already: its publish ended in doubt, or it is to be published once."""
-        await self._reach()
+        await self._reach(joins=joins)
         ticket = await settled(self._relay, self.model, step)
         if ticket is None and arguments.once:
             runs = {self.run, self.state.earlier_run} - {None}
@@ -239,11 +239,12 @@ class AsyncPublisher(AsyncClient):
         self._newest = ticket
         self.state.saw(ticket.version, ticket.step)
 
-    async def _reach(self) -> None:
-        """Waits for a relay that starts later; a server that is no relay fails at once."""
+    async def _reach(self, *, joins: bool = False) -> None:
+        """Waits for a relay that starts later; a server that is no relay fails at once. `joins`: the first
+        rank's publisher meets the versions of an earlier run, not this one."""
         if not self._reached:
             status = await patiently(Presence(f"the relay at {self._relay.address}"), self._relay.status)
-            if self._rank.index == 0 and self.state.earlier_run is None:
+            if self._rank.index == 0 and self.state.earlier_run is None and not joins:
                 self._meet_old_run(status)
             self._reached = True
 
@@ -288,7 +289,7 @@ class AsyncPublisher(AsyncClient):
 
     async def join_stream(self, invitation: bytes) -> StreamedVersion:
         """Opens the version that another rank announced, to write chunks of its files."""
-        await self._reach()
+        await self._reach(joins=True)
         return await join_stream(self._relay, invitation, force_tcp=self._force_tcp)
 
     def ticket(self, data: TicketData) -> AsyncTicket:
@@ -441,7 +442,7 @@ class Publisher(SyncClient[AsyncPublisher]):
             loop=loop,
             open_version=lambda announced, part: loop.run(client.open_stream(announced, part, step, arguments())),
             begin_turn=lambda: self._begin(turn),
-            settle=lambda: loop.run(client.settled(step, arguments())),
+            settle=lambda: loop.run(client.settled(step, arguments(), joins=ranks is not None and ranks.index > 0)),
             wait=lambda ticket: loop.run(client.wait_for(ticket, arguments())),
             staging=self._staging,
         )

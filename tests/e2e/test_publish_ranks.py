@@ -89,7 +89,8 @@ def play(scene):
             yield item
 
     said = {"rank": rank}
-    with Publisher(scene["relay"], run="job") as publisher:
+    on_old_run = "refuse" if rank else "continue"  # rank 0 decides
+    with Publisher(scene["relay"], run="job", on_old_run=on_old_run) as publisher:
         try:
             ticket = publisher.publish_stream(
                 manifest_of(net.state_dict()), tensors if scene["factory"] else tensors(), step=1,
@@ -226,6 +227,7 @@ def test_when_the_master_dies_all_ranks_begin_again_or_raise_the_same(played: di
     else:
         assert len(both[0]["passes"]) == 1
         assert both[0]["error"] == both[1]["error"]
+        assert "on_old_run" not in both[0]["message"]
         assert both[0]["message"] == both[1]["message"]
 
 

@@ -73,7 +73,8 @@ def report(publish):
         return {"error": type(error).__name__, "message": str(error)}
 
 weights, found = net(), {}
-with Publisher(wish["relay"], run=f"job-{rank}", wait="sealed") as publisher:
+on_old_run = "refuse" if rank else "continue"  # rank 0 decides
+with Publisher(wish["relay"], run=f"job-{rank}", wait="sealed", on_old_run=on_old_run) as publisher:
     def shards(tensors=weights, **more):
         more = {"allow_change": True, **more}
         return report(lambda: publisher.publish_shards(tensors, step=1, ranks=ranks, **more))
@@ -167,6 +168,8 @@ def test_shards_make_the_same_bytes_as_gathered_tensors_and_errors_reach_every_r
     relays: Relays, tmp_path: Path
 ) -> None:
     daemon = relays.start("a", "--chunk-bytes", "100000", "--retain", "5", pool_bytes="512MiB")
+    with Publisher(daemon.ready["grpc"], run="old") as publisher:
+        publisher.publish({"w": torch.ones(1)}, step=0, wait="sealed")
     cases = ["nan", "argument", "differ", "same", "tcp", "once", "cast", "large"]
     both = run_ranks(tmp_path, daemon, cases=cases, base=base(tmp_path / "base"))
     peaks = [one["large"].pop("peak") for one in both]
