@@ -47,7 +47,7 @@ the comma behind it, since short ones are shared."""
 KEY_BYTES, SMALL_KEY_BYTES = 200, 80
 """What a key takes besides its text: some 100 bytes in an object of many, and twice their time to find its place; less
 in a small object, whose table stays in the processor's cache."""
-TEXT_BYTES_MAX = 16 << 20
+TEXT_BYTES_MAX = 8 << 20
 """What JSON in one text of a body may take decoded. Python's own parser reads it, in one call, and two to three times
 as long as the body's takes."""
 ESCAPE_BYTES = 4
