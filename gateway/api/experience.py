@@ -309,9 +309,10 @@ class _Handlers:
             error = _unknown(said, newest, self._deps.model, heard.others)
             self._deps.trainer.note(wanted.reader, str(error))
             raise error
-        refused = next(iter(fleet.relays.refused().items()), None)
-        if heard.verdict == "nobody" and refused is not None and said not in (NO_VERSION, newest):
-            error = _of_refused(said, newest, *refused)
+        refused = fleet.relays.refused()
+        none_believed = bool(refused) and refused.keys() >= set(fleet.relays.addresses())
+        if heard.verdict == "nobody" and none_believed and said not in (NO_VERSION, newest):
+            error = _of_refused(said, newest, *next(iter(refused.items())))
             self._deps.trainer.note(wanted.reader, str(error))
             raise error
         doubts = []

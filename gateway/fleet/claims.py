@@ -71,8 +71,9 @@ async def engine_keys(url: str) -> EngineKeys:
     addresses = await _addresses(host, port)
     sure, possible = {host}, addresses
     if any(map(_is_here, addresses)):
-        sure = {_network_namespace(), *([host] if any(map(_is_reached, addresses)) or _is_own_name(host) else [])}
+        sure = {_network_namespace(), *([host] if any(map(_is_reached, addresses)) else [])}
         possible = set(filter(_is_reached, addresses | await asyncio.to_thread(_own_addresses)))
+        possible |= {host} if _is_own_name(host) else set()  # hosts of one image may have one name
 
     def keys(hosts: set[str]) -> frozenset[str]:
         return frozenset(quote(f"{each}:{port}{parts.path.rstrip('/')}", safe=":") for each in hosts)

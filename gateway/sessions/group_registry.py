@@ -52,7 +52,7 @@ class GroupRegistry:
             return
         raise Conflict(
             f"there is a group {group_id!r} already, of sessions made otherwise: {why}",
-            hint="leave group_id out to get a new one",
+            hint="leave group_id out to get a new one, or abandon those sessions first",
         )
 
     def add(self, group: Group) -> None:

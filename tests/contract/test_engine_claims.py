@@ -112,19 +112,36 @@ async def test_what_an_engine_is_known_by(monkeypatch: pytest.MonkeyPatch) -> No
     assert (await engine_keys("http://127.0.0.1:8000")).possible == {"192.0.2.7:8000"}, "as other hosts know it"
 
 
-async def test_a_host_whose_own_name_leads_to_loopback_is_known_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_whose_own_name_leads_to_loopback_may_be_known_by_it(
+    gateways: Gateways, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As on Debian, and as other hosts write it."""
+    leads_to, namespace = {"127.0.1.1"}, "host-one"
 
     async def resolved(host: str, port: int) -> set[str]:
-        return {"127.0.1.1"}
+        return leads_to
+
+    async def lost(url: str, holder: str) -> None:
+        raise AssertionError(f"{holder} has {url}")
 
     monkeypatch.setattr(claims, "_addresses", resolved)
+    monkeypatch.setattr(claims, "_network_namespace", lambda: namespace)
+    monkeypatch.setattr(claims, "_own_addresses", set)
     monkeypatch.setattr(socket, "gethostname", lambda: "node5")
     for name in ("node5", "node5.cluster.example"):
-        assert f"{name}:8000" in (await engine_keys(f"http://{name}:8000")).sure
-    assert "engine:8000" not in (await engine_keys("http://engine:8000")).sure, "on another host it is another engine"
+        assert await engine_keys(f"http://{name}:8000") == ({"host-one:8000"}, {f"{name}:8000"})
+    assert not (await engine_keys("http://engine:8000")).possible, "on another host it is another engine"
+    one, clone, remote = (EngineClaims(gateways(name), lost) for name in ("one", "clone", "remote"))
+    await one.take("a", "http://node5:8000")
+    namespace = "host-two"
+    await clone.take("b", "http://node5:8000")
+    assert "engine b at http://node5:8000 may be one of one" in caplog.text, "hosts of one image may have one name"
+    leads_to = {"192.0.2.5"}
+    with pytest.raises(Claimed):
+        await remote.take("c", "http://node5:8000")
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert "localhost:8000" not in (await engine_keys("http://localhost:8000")).sure
+    leads_to = {"127.0.0.1"}
+    assert not (await engine_keys("http://localhost:8000")).possible
 
 
 async def test_an_address_that_many_names_lead_to_is_that_of_whoever_wrote_it(

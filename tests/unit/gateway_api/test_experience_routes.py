@@ -223,8 +223,15 @@ async def test_a_trainer_of_a_registry_that_is_refused_is_told(door: Door, monke
     await door.buffer.add(trajectory("a", version=5))
     door.fleet.state.newest = Version(5)
     why = "the registry was replaced (go on with this one by `paramserver adopt ...`)"
+    relays = ["relay:7070", "another:7070"]
     monkeypatch.setattr(door.fleet.relays, "refused", lambda: {"relay:7070": why})
+    monkeypatch.setattr(door.fleet.relays, "addresses", lambda: relays)
     sample: dict[str, Any] = {"reader": "r", "trajectories": 1, "wait_s": 0}
+    for version in (4, 6):
+        status, body = await post(door.url, "/experience/sample", {**sample, "trainer_version": version})
+        assert status == 200, "the relay that is believed is away for a moment"
+        await post(door.url, "/experience/release", {"lease_id": body["lease_id"]})
+    del relays[1]
     for version in (1, 6):
         status, body = await post(door.url, "/experience/sample", {**sample, "trainer_version": version})
         assert (status, body["error"]["code"]) == (409, "version_unknown")
