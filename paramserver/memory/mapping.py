@@ -91,10 +91,22 @@ IN_MEMORY = ("tmpfs", "ramfs")
 """File systems whose files are made of the host's ordinary memory."""
 
 
-def available_memory() -> int:
-    """Bytes that Linux can give to new files in memory, swap included; a tmpfs promises more than that."""
-    read = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return sum(int(read[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that Linux can give to new files in memory, swap included; a tmpfs promises more than that. In a container
+    with a limit (cgroup v2) at most what it leaves."""
+    host = _numbers(root / "proc/meminfo")
+    limits = [(host["MemAvailable"] + host["SwapFree"]) << 10]
+    group = root / "sys/fs/cgroup"  # a container sees its own here; a host's has no limit
+    with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: the limit is "max"
+        limit = int((group / "memory.max").read_text())
+        used, kinds = int((group / "memory.current").read_text()), _numbers(group / "memory.stat")
+        limits.append(max(0, limit - used + kinds["active_file"] + kinds["inactive_file"]))
+    return min(limits)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    words = (line.replace(":", " ").split() for line in path.read_text().splitlines())
+    return {name: int(number) for name, number, *_ in words}
 
 
 def mount_of(directory: Path) -> tuple[str, str]:

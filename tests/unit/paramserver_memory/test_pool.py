@@ -25,7 +25,7 @@ from paramserver.daemon.process import find_again
 from paramserver.memory import pool as pool_module
 from paramserver.memory import store as store_module
 from paramserver.memory import stored
-from paramserver.memory.mapping import HUGE_BYTES, FileMapping
+from paramserver.memory.mapping import HUGE_BYTES, FileMapping, available_memory
 from paramserver.memory.pool import Pool, PoolFile
 from paramserver.memory.store import Snapshot, Store
 from protos.errors import Conflict, Corrupt, NotFound, OutOfCapacity, TooLarge
@@ -720,6 +720,20 @@ def test_memory_of_what_turns_out_damaged_is_the_pools_and_no_more_than_it(
     if reader is not None:
         reader.close()
     pool.close()
+
+
+def test_a_containers_limit_counts_where_it_leaves_less_than_the_host_has(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup"
+    for folder in (tmp_path / "proc", group):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemFree:  10 kB\nMemAvailable:    4096 kB\nSwapFree:      1024 kB\n")
+    assert available_memory(tmp_path) == 5 << 20
+    for limit, available in (("max", 5 << 20), (f"{6 << 20}", 4 << 20), (f"{1 << 20}", 0)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text(f"{3 << 20}\n")
+        (group / "memory.stat").write_text(f"anon 100\nactive_file {512 << 10}\ninactive_file {512 << 10}\n")
+        assert available_memory(tmp_path) == available
+    assert available_memory() > 0
 
 
 def test_more_than_the_hosts_memory_is_refused_before_any_is_touched(
