@@ -153,7 +153,7 @@ class AsyncExperienceReader(AsyncClient):
         self._presence = Presence(f"the gateway at {self._url}")
         self._timeout_s = timeout_s
         self._credentials = bearer(api_key)
-        self._http = httpx.AsyncClient(timeout=timeout_s, headers=self._credentials, **our_transport())
+        self._http = httpx.AsyncClient(timeout=timeout_s, headers=self._credentials, **our_transport(self._url))
 
     @property
     def trainer_version(self) -> int:

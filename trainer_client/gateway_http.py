@@ -186,10 +186,17 @@ async def request(
     return answer.content
 
 
-def our_transport() -> dict[str, Any]:
-    """Arguments of an httpx client: the address is one of the cluster, never a proxy's. InvalidRequest where
-    SSL_CERT_FILE names no certificates."""
-    return {"trust_env": False, "verify": _certificates()}
+def our_transport(url: str) -> dict[str, Any]:
+    """Arguments of an httpx client of `url`: the address is one of the cluster, never a proxy's. InvalidRequest where
+    SSL_CERT_FILE names no certificates and it begins with https. Else they may not be needed: the client trusts nobody,
+    and a call that goes to https all the same, as a session's may, says why."""
+    try:
+        trusted = _certificates()
+    except InvalidRequest:
+        if url.lower().startswith("https:"):
+            raise
+        trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    return {"trust_env": False, "verify": trusted}
 
 
 def _certificates() -> ssl.SSLContext:
@@ -204,8 +211,9 @@ def _no_http(url: str, error: Exception) -> WrongServer:
 
 
 def _refuse_tls(url: str, error: BaseException | None) -> None:
-    """WrongServer for a failed handshake that fails every time."""
+    """WrongServer for a failed handshake that fails every time; InvalidRequest where no certificates can be read."""
     if isinstance(error, ssl.SSLCertVerificationError):
+        _certificates()  # a client that could not read them trusts nobody
         raise WrongServer(f"the certificate of {url} is refused: {error.verify_message}", hint=CERTIFICATES) from error
     if isinstance(error, ssl.SSLError) and error.reason in NO_TLS:
         raise WrongServer(f"what answers at {url} speaks no TLS", hint="begin the URL with http://") from error

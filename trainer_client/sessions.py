@@ -155,24 +155,25 @@ class _Gateway:
         """By the URL of a gateway: no more than share a Redis."""
 
     def opened(self, fields: Mapping[str, Any]) -> Steps[Made]:
-        chosen = fields.get("session_id")
-        name, retry = str(chosen or _new_name("s")), self._retry(self.url, self._patience_s)
-        try:
-            made = yield from self._sent(self.url, "/sessions", {**fields, "session_id": name}, retry)
-        except Conflict as error:
-            if not retry.failed:
-                raise
-            if chosen:
-                raise _taken(error, f"/sessions/{name}") from error
+        """What was made and not answered is abandoned, and another is made in its place. All tries have one patience: a
+        proxy may lose the answer each time."""
+        chosen, retry = fields.get("session_id"), self._retry(self.url, self._patience_s)
+        while True:
+            name, retry.failed = str(chosen or _new_name("s")), False
+            try:
+                return _made((yield from self._sent(self.url, "/sessions", {**fields, "session_id": name}, retry)))
+            except Conflict as error:
+                if not retry.failed:
+                    raise
+                if chosen:
+                    raise _taken(error, f"/sessions/{name}") from error
             # An earlier try made it: who else has its name? Its key, which its agent needs, was lost with the answer.
-            yield from self.abandoned(Made(name, f"{self.url}/sessions/{name}/v1", ""), LOST)
-            return (yield from self.opened(fields))
-        return _made(made)
+            yield from self.abandoned(Made(name, "", ""), LOST)
+            retry.presence = self._presence(self.url)  # a 421 may have named another one
 
     def opened_group(self, size: int, fields: Mapping[str, Any]) -> Steps[tuple[str, list[Made]]]:
-        """After a try that was not answered another name is drawn. Gateways that share a Redis do not claim those of
-        groups: where the next try gets to another one, the end of the first group would take the trajectories of the
-        second along."""
+        """After a try that was not answered another name is drawn. Where gateways share a Redis, the one that made the
+        first group may have been killed, and another one would send a next try of its name there."""
         chosen, names = fields.get("group_id"), list[str]()
 
         def body() -> Mapping[str, Any]:
@@ -428,7 +429,7 @@ class Sessions:
         self.stop = threading.Event()
         limits = httpx.Limits(max_connections=connections + 4, max_keepalive_connections=connections + 4)
         timeout = httpx.Timeout(timeout_s, connect=10.0)
-        ours = our_transport()
+        ours = our_transport(self.url)
         self._http = httpx.Client(timeout=timeout, limits=limits, headers=self._gateway.credentials, **ours)
         hooks = {"response": [self._see_model_call]}
         self.for_models = httpx.Client(limits=httpx.Limits(max_connections=None), event_hooks=hooks, **ours)
@@ -547,7 +548,7 @@ class AsyncSessions:
     ) -> None:
         self.gateway = _Gateway(gateway, "", patience_s, api_key)
         self._timeout_s = timeout_s
-        ours = {"limits": httpx.Limits(max_connections=None), **our_transport()}
+        ours = {"limits": httpx.Limits(max_connections=None), **our_transport(self.gateway.url)}
         self._http = httpx.AsyncClient(headers=self.gateway.credentials, **ours)
         self.for_models = httpx.AsyncClient(event_hooks={"response": [self._see_model_call]}, **ours)
         """What the sessions' OpenAI clients send by, without this client's own key."""

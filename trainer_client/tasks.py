@@ -128,7 +128,7 @@ class AsyncPromptPool(AsyncClient):
         self.pool = pool
         self._url = root_of(gateway)
         self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(headers=bearer(api_key), **our_transport())
+        self._http = httpx.AsyncClient(headers=bearer(api_key), **our_transport(self._url))
         self._presence = Presence(f"the gateway at {self._url}")
         self._seen = 0  # the number of the last result that the curriculum has used
 

@@ -279,7 +279,10 @@ def main(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        async with RelayClient(relay) as client, httpx.AsyncClient(headers=bearer(), **our_transport()) as http:
+        async with (
+            RelayClient(relay) as client,
+            httpx.AsyncClient(headers=bearer(), **our_transport(gateway or "")) as http,
+        ):
             fleet = None if gateway is None else Fleet(http, gateway, serve_timeout_s=serve_timeout_s)
             broadcasts = Broadcasts(client, model, seal_timeout_s=seal_timeout_s)
             async with serving(Admin(broadcasts, fleet), host, port) as url:

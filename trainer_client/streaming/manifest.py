@@ -94,7 +94,8 @@ def manifest_of(tensors: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Manif
     """The manifest of a state dict, or of pairs such as `model.named_parameters()`; nothing is gathered.
 
     Shapes are those of whole tensors: a DTensor's is the one that `full_tensor()` gives. Names that share memory (tied
-    weights) stand once, under the first. Raises InvalidRequest for what is no tensor.
+    weights) stand once, under the first, in a plain dict or list; each of an iterator's, or of another mapping's,
+    stands by itself. Raises InvalidRequest for what is no tensor.
     """
     metas: list[TensorMeta] = []
     ties, tied = Ties(tensors), dict[str, str]()

@@ -234,7 +234,7 @@ def test_a_group_gets_another_name_after_a_try_that_was_not_answered() -> None:
     with Scripted(url, OutOfCapacity("full"), lost, made, {}) as sessions:
         sessions.open_group(2)
         full, first, second, _ = sessions.names
-        assert full == first != second, "the next try may reach another gateway, which has no group of that name"
+        assert full == first != second, "the next try would be sent to the gateway that has the first, and may be away"
         assert sessions.sent[3:] == [f"{url}/groups/{first}/abandon"]
     with (
         Scripted(url, lost, Conflict("there was already a group 'g'")) as sessions,
@@ -243,6 +243,41 @@ def test_a_group_gets_another_name_after_a_try_that_was_not_answered() -> None:
         ),
     ):
         sessions.open_group(2, group_id="g")
+
+
+class Unanswered(Sessions):
+    """What it makes is made, and never answered."""
+
+    def __init__(self) -> None:
+        super().__init__("http://a:8080", MODEL, patience_s=1.0)
+        self.made: list[str] = []
+        self.ended: list[str] = []
+
+    def _done(self, step: Post | Pause) -> Any:
+        if isinstance(step, Pause):
+            return None
+        if step.path.endswith("/abandon"):
+            self.ended.append(step.path.split("/")[2])
+            return {}
+        name = step.body["session_id"]
+        if name in self.made:
+            raise Conflict(f"there is already {name}")
+        self.made.append(name)
+        raise Unavailable("a proxy answered 504")
+
+
+def test_what_is_never_answered_is_made_for_as_long_as_the_patience() -> None:
+    with Unanswered() as sessions:
+        with pytest.raises(Unavailable, match="a proxy answered 504"):
+            sessions.open()
+        assert 2 <= len(sessions.made) <= 4
+        assert sessions.ended == sessions.made[:-1]
+
+
+def test_a_conflict_that_is_not_the_names_own_is_raised() -> None:
+    lost, full = Unavailable("the answer was lost"), Conflict("the group has all its samples")
+    with Scripted("http://a:8080", lost, full, {}, full) as sessions, pytest.raises(Conflict, match="all its samples"):
+        sessions.open(group_id="g")
 
 
 async def test_why_a_group_is_abandoned_may_be_a_long_text(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

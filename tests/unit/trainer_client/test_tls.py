@@ -16,6 +16,7 @@ from agents_env.server import Sampling, Server
 from paramserver.credentials.authority import Authority, Identity
 from protos.errors import InvalidRequest, NotFound, WrongServer
 from trainer_client import AsyncExperienceReader, AsyncPromptPool, AsyncSessions, Sessions
+from trainer_client.sessions import Made
 
 NOW = datetime.datetime.now(datetime.UTC)
 REFUSAL = b'{"error": {"message": "nothing is here", "code": "not_found"}}'
@@ -117,3 +118,28 @@ async def test_a_ca_of_ones_own_is_named_by_the_environment(
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
     with pytest.raises(InvalidRequest, match=r"SSL_CERT_FILE cannot be read: .*No such file"):
         await door("https://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("door", [threads, sessions, rows, peek, pool])
+async def test_certificates_that_cannot_be_read_matter_to_https_alone(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    async with serving(None) as url:
+        with pytest.raises(NotFound, match="nothing is here"):
+            await door(url.replace("https", "http"))
+
+
+async def test_they_are_named_where_a_session_is_behind_https(
+    secured: ssl.SSLContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calls(client: Sessions, url: str) -> None:
+        client.post(Made("s0", f"{url}/sessions/s0/v1", ""), "/v1/completions", {})
+
+    async with serving(secured) as url:
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+        with Sessions("http://127.0.0.1:9") as client, pytest.raises(NotFound, match="nothing is here"):
+            await asyncio.to_thread(calls, client, url)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+        with Sessions("http://127.0.0.1:9") as client, pytest.raises(InvalidRequest, match=r"be read: .*No such"):
+            await asyncio.to_thread(calls, client, url)
