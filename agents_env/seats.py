@@ -34,7 +34,7 @@ class GatewaySeats:
             parent_session_id=self._spec.session_id,
         )
         self._taken[name] = await self._server.open(spec)
-        return self._phases.chat(self._server.chat(self._taken[name]))
+        return self._phases.chat(self._server.chat(self._taken[name], self._phases.waits))
 
     async def leave(self, name: str, outcome: Outcome) -> None:
         """Raises RolloutFailed. A player that had no turn has no trajectory to reward: its session is abandoned."""

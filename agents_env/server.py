@@ -49,6 +49,7 @@ GATEWAY_HEADER = "X-Laminar-Gateway"
 WAIT_SHOWN_S = 10.0
 """How long the reason of a wait is shown after its next try: as long as a line of progress takes to come."""
 OnRetry = Callable[[openai.APIError, float], None]
+Tell = Callable[[str], None]
 Send = Callable[[], Awaitable[openai.types.chat.ChatCompletion]]
 Retries = Callable[[Send], Awaitable[openai.types.chat.ChatCompletion]]
 
@@ -124,6 +125,7 @@ class Server:
         self.root = url.rstrip("/").removesuffix("/v1")
         self.sampling = sampling
         self._sessions = sessions
+        self._has_opened = False
         self._patience_s = patience_s
         self._rng = random.Random()  # jitter of retries only
         self._wait = (0.0, "")  # until when the last reason for a wait counts
@@ -146,10 +148,13 @@ class Server:
         until, reason = self._wait
         return reason if time.monotonic() < until else ""
 
-    def _waits_of(self, usage: Usage) -> OnRetry:
+    def _waits_of(self, usage: Usage, tell: Tell | None = None) -> OnRetry:
         def note(error: openai.APIError, wait_s: float) -> None:
             usage.retries += 1
-            self._wait = (time.monotonic() + wait_s + WAIT_SHOWN_S, ": ".join(_describe(error)))
+            reason = ": ".join(_describe(error))
+            self._wait = (time.monotonic() + wait_s + WAIT_SHOWN_S, reason)
+            if tell is not None:
+                tell(reason)
 
         return note
 
@@ -215,10 +220,14 @@ class Server:
             client = self._openai.with_options(base_url=answer["base_url"], api_key=answer["api_key"])
         except KeyError as error:
             raise RolloutFailed("session", "answer", f"POST /sessions answered without {error}") from error
+        self._has_opened = True
         return Session(spec.session_id, client, usage)
 
     def _check_sessions(self, error: RolloutFailed) -> None:
-        """RunFailed where no session can be opened at all."""
+        """RunFailed where no session can be opened at all. Once one was, a proxy may answer for a gateway that is away,
+        or a key may be exchanged: that is a failed try."""
+        if self._has_opened:
+            return
         if error.kind == "http 404":
             raise RunFailed(
                 f"{self.root} has a model and no sessions: it is no gateway (--gateway takes the URL that "
@@ -269,15 +278,17 @@ class Server:
                 return None
             raise
 
-    def chat(self, session: Session) -> SessionChat:
-        """Its calls have to be made within a time limit: a server that is full is waited for without one."""
+    def chat(self, session: Session, tell: Tell | None = None) -> SessionChat:
+        """Its calls have to be made within a time limit: a gateway that is full is waited for without another one. What
+        a server without sessions means by 429 may last, such as a quota that is used up: its patience is as for others.
+        `tell` gets the reason of each wait."""
         retries = partial(
             with_retries,
             patience_s=self._patience_s,
-            on_retry=self._waits_of(session.usage),
+            on_retry=self._waits_of(session.usage, tell),
             rng=self._rng,
             repeatable=self._sessions,
-            limited=True,
+            limited=self._sessions,
         )
         return SessionChat(session, self.sampling, retries, keyed=self._sessions)
 

@@ -22,6 +22,7 @@ import math
 import os
 import secrets
 import signal
+import ssl
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -197,17 +198,16 @@ async def run(options: VerifiersOptions) -> Ends:
     key = api_key()  # its sessions belong to whose key makes their calls, and are ended below with the same
     environment = {**programs_environment(), "OPENAI_API_KEY": key}
     credentials = {} if key == NO_KEY else {"Authorization": f"Bearer {key}"}
-    try:
-        process = await asyncio.create_subprocess_exec(*options.command(), env=environment, start_new_session=True)
-    except OSError as error:
-        raise RunFailed(
-            f"{options.program} cannot be started: {error}; install verifiers 0.4 in an environment of its own, and "
-            "pass --vf-eval PATH"
-        ) from error
-    trusted = httpx.create_ssl_context()  # never by a proxy; but SSL_CERT_FILE counts
     async with httpx.AsyncClient(
-        base_url=options.gateway, timeout=SESSION_TIMEOUT_S, trust_env=False, verify=trusted, headers=credentials
+        base_url=options.gateway, timeout=SESSION_TIMEOUT_S, trust_env=False, verify=_trusted(), headers=credentials
     ) as http:
+        try:
+            process = await asyncio.create_subprocess_exec(*options.command(), env=environment, start_new_session=True)
+        except OSError as error:
+            raise RunFailed(
+                f"{options.program} cannot be started: {error}; install verifiers 0.4 in an environment of its own, "
+                "and pass --vf-eval PATH"
+            ) from error
         try:
             ended = asyncio.create_task(process.wait())
             while not (await asyncio.wait([ended], timeout=LOOK_S))[0]:
@@ -229,6 +229,16 @@ async def run(options: VerifiersOptions) -> Ends:
     if ends.failed:
         raise RunFailed(f"{ends.failed} sessions could not be ended: the log names them")
     return ends
+
+
+def _trusted() -> ssl.SSLContext:
+    """The gateway is never reached by a proxy's address; but SSL_CERT_FILE counts."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise RunFailed(
+            f"SSL_CERT_FILE cannot be read: {error}; it names a file with the certificates of the CAs to trust"
+        ) from error
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

@@ -40,8 +40,9 @@ class PhaseLimits:
 
 
 class PhaseTimedOut(Exception):
-    def __init__(self, phase: Phase, limit_s: float) -> None:
-        super().__init__(f"{phase} took longer than {limit_s:g} s")
+    def __init__(self, phase: Phase, limit_s: float, waited_for: str) -> None:
+        told = f"; last told to wait: {waited_for}" if waited_for and phase == "model" else ""
+        super().__init__(f"{phase} took longer than {limit_s:g} s{told}")
         self.phase = phase
 
 
@@ -53,6 +54,11 @@ class Phases:
         self._limits = limits
         self._timer: asyncio.Timeout | None = None
         self._calls = 0
+        self._waited_for = ""
+
+    def waits(self, reason: str) -> None:
+        """A call of the model was told to wait."""
+        self._waited_for = reason
 
     def enter(self, phase: Phase) -> None:
         self.current = phase
@@ -70,7 +76,7 @@ class Phases:
         except TimeoutError as error:
             if self._timer is None or not self._timer.expired():
                 raise
-            raise PhaseTimedOut(self.current, self._limits.of(self.current)) from error
+            raise PhaseTimedOut(self.current, self._limits.of(self.current), self._waited_for) from error
         finally:
             _running.reset(running)
 
@@ -79,6 +85,8 @@ class Phases:
 
     async def call(self, chat: Chat, messages: list[Message], max_tokens: int, tools: Sequence[Tool]) -> Reply:
         """A call of the model. A rollout may have several at once: the phase is `model` until the last one ends."""
+        if not self._calls:
+            self._waited_for = ""  # by the calls before
         self._calls += 1
         self.enter("model")
         try:

@@ -206,7 +206,8 @@ class Runner(Generic[TaskT]):
 
     async def _judge(self, sample: Sample[TaskT], session: Session, spec: SessionSpec) -> Outcome:
         """The environment's outcome; other exceptions than RolloutFailed are attributed to the environment."""
-        phases, chat = Phases(self.plan.limits), self._server.chat(session)
+        phases = Phases(self.plan.limits)
+        chat = self._server.chat(session, phases.waits)
         try:
             async with phases.limited():
                 outcome: object  # an environment may be anybody's, so its annotations prove nothing

@@ -198,6 +198,16 @@ async def test_a_wait_for_a_full_server_ends_with_the_limit_of_a_call() -> None:
         limits = PhaseLimits(model_s=0.05)
         statistics, lines = await roll_out(server, plan(groups=1, group_size=1, attempts=1, limits=limits))
     assert (statistics.failed, lines[0]["error"]["kind"], lines[0]["error"]["phase"]) == (1, "timeout", "model")
+    assert lines[0]["error"]["message"] == "model took longer than 0.05 s; last told to wait: http 429: scripted"
+
+
+async def test_a_server_without_sessions_that_is_full_is_waited_for_with_patience() -> None:
+    async with serving(repeat) as server:
+        server.refuse["chat"].append(Refusal(429, {"Retry-After": "60"}, '{"error": {"message": "no quota is left"}}'))
+        once = plan(groups=1, group_size=1, attempts=1)
+        statistics, lines = await asyncio.wait_for(roll_out(server, once, sessions=False), 50)
+    assert (statistics.failed, lines[0]["error"]["kind"]) == (1, "http 429")
+    assert lines[0]["error"]["message"] == "no quota is left"
 
 
 PHASES = {"chat": "model", "open": "session", "finish": "session"}
@@ -308,6 +318,16 @@ async def test_a_server_that_opens_no_session_is_named_at_once(status: int, said
         with pytest.raises(RunFailed, match=said):
             await roll_out(server, plan())
     assert server.sessions == {}
+
+
+@pytest.mark.parametrize("status", [403, 404])
+async def test_once_a_session_was_opened_such_an_answer_is_a_failed_try(status: int) -> None:
+    async with serving(repeat) as server, Server(server.url, Sampling("policy")) as client:
+        await Runner(Echo(), client, plan(groups=1, group_size=1)).run(asyncio.Event())
+        server.refuse["open"].append(Refusal(status))
+        runner = Runner(Echo(), client, plan(run_id="later", groups=1, group_size=1))
+        statistics = await runner.run(asyncio.Event())
+    assert (statistics.rollouts, statistics.failed) == (1, 1)
 
 
 async def test_failures_without_end_stop_the_run_and_name_the_last() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agents_env.verifiers import Ending, Ends, _end, endings
+from agents_env.failures import RunFailed
+from agents_env.verifiers import Ending, Ends, VerifiersOptions, _end, endings, run
 from tests.support.scripted_engine import ScriptedEngine
 from tests.unit.gateway_api.test_status import gateway
 from tests.unit.gateway_sessions.test_rewards import SAMPLE, post, turn
@@ -27,6 +28,21 @@ async def test_a_rollout_whose_calls_were_all_refused_has_no_session_to_abandon(
         assert (ends.abandoned, ends.failed) == (1, 0)
         await _end(http, Ending("never-began", 1.0), ends)
         assert (ends.finished, ends.failed) == (0, 1)
+
+
+async def test_certificates_that_cannot_be_read_are_named_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    program = tmp_path / "vf-eval"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    program.chmod(0o755)
+    options = VerifiersOptions(
+        "env", "https://127.0.0.1:9", "policy", "eval", None, 1, 1, tmp_path / "out", str(program), ()
+    )
+    with pytest.raises(RunFailed, match=r"SSL_CERT_FILE cannot be read: .*No such file.*it names a file"):
+        await run(options)
+    assert not (tmp_path / "started").exists()
 
 
 def trace(name: str, **fields: Any) -> dict[str, Any]:
