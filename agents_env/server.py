@@ -13,12 +13,14 @@ import logging
 import os
 import random
 import secrets
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
+import httpx
 import openai
 from openai.types.chat import (
     ChatCompletionFunctionToolParam,
@@ -68,6 +70,16 @@ def programs_environment() -> dict[str, str]:
     """The variables that programs of a rollout inherit: without the key of the gateway, by which an agent could reward
     itself."""
     return {name: value for name, value in os.environ.items() if name != GATEWAY_KEY}
+
+
+def certificates() -> ssl.SSLContext:
+    """Those of the CAs to trust. RunFailed where they cannot be read."""
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        raise RunFailed(
+            f"SSL_CERT_FILE cannot be read: {error}; it names a file with the certificates of the CAs to trust"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +141,7 @@ class Server:
         self._patience_s = patience_s
         self._rng = random.Random()  # jitter of retries only
         self._wait = (0.0, "")  # until when the last reason for a wait counts
+        certificates()  # else OpenAI's client, which reads them by itself, fails half made and names no file
         self._openai = openai.AsyncOpenAI(
             base_url=f"{self.root}/v1",
             api_key=api_key,

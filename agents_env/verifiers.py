@@ -22,7 +22,6 @@ import math
 import os
 import secrets
 import signal
-import ssl
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ import click
 import httpx
 
 from agents_env.failures import RunFailed
-from agents_env.server import GATEWAY_HEADER, NO_KEY, api_key, programs_environment
+from agents_env.server import GATEWAY_HEADER, NO_KEY, api_key, certificates, programs_environment
 from agents_env.telemetry import setup_logging
 
 log = logging.getLogger("agents-env")
@@ -198,8 +197,9 @@ async def run(options: VerifiersOptions) -> Ends:
     key = api_key()  # its sessions belong to whose key makes their calls, and are ended below with the same
     environment = {**programs_environment(), "OPENAI_API_KEY": key}
     credentials = {} if key == NO_KEY else {"Authorization": f"Bearer {key}"}
+    trusted = certificates()  # never by a proxy; but SSL_CERT_FILE counts
     async with httpx.AsyncClient(
-        base_url=options.gateway, timeout=SESSION_TIMEOUT_S, trust_env=False, verify=_trusted(), headers=credentials
+        base_url=options.gateway, timeout=SESSION_TIMEOUT_S, trust_env=False, verify=trusted, headers=credentials
     ) as http:
         try:
             process = await asyncio.create_subprocess_exec(*options.command(), env=environment, start_new_session=True)
@@ -229,16 +229,6 @@ async def run(options: VerifiersOptions) -> Ends:
     if ends.failed:
         raise RunFailed(f"{ends.failed} sessions could not be ended: the log names them")
     return ends
-
-
-def _trusted() -> ssl.SSLContext:
-    """The gateway is never reached by a proxy's address; but SSL_CERT_FILE counts."""
-    try:
-        return httpx.create_ssl_context()
-    except OSError as error:
-        raise RunFailed(
-            f"SSL_CERT_FILE cannot be read: {error}; it names a file with the certificates of the CAs to trust"
-        ) from error
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

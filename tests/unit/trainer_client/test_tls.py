@@ -107,6 +107,12 @@ async def test_a_runner_waits_for_none_of_them(secured: ssl.SSLContext, caplog: 
     assert not [record for record in caplog.records if record.name == "agents-env"]
 
 
+async def test_a_runner_names_certificates_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    with pytest.raises(RunFailed, match=r"SSL_CERT_FILE cannot be read: .*No such file.*it names a file"):
+        await runner("http://127.0.0.1:9")
+
+
 @pytest.mark.parametrize("door", [threads, sessions, rows, peek, pool])
 async def test_a_ca_of_ones_own_is_named_by_the_environment(
     door: Door, secured: ssl.SSLContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
