@@ -102,13 +102,21 @@ async def test_an_engine_that_is_removed_may_join_another_gateway(tmp_path: Path
                     assert answer.status in (201, 409)
 
 
-async def test_a_registered_engine_joins_one_gateway_and_the_other_when_that_ends(tmp_path: Path, etcd: str) -> None:
+@contextlib.asynccontextmanager
+async def _registered_engine(etcd: str) -> AsyncIterator[ScriptedEngine]:
+    """An engine that a relay has registered in etcd."""
     registry = await EtcdRegistry.connect(etcd)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(registry.close)
-        e0 = await stack.enter_async_context(ScriptedEngine("e0"))
-        record = RegisteredEngine("e0", "vllm", e0.url, "127.0.0.1:1")
-        await registry.transact([], [Put(keys.engine_key("e0"), msgspec.json.encode(record))])
+    try:
+        async with ScriptedEngine("e0") as e0:
+            record = RegisteredEngine("e0", "vllm", e0.url, "127.0.0.1:1")
+            await registry.transact([], [Put(keys.engine_key("e0"), msgspec.json.encode(record))])
+            yield e0
+    finally:
+        await registry.close()
+
+
+async def test_a_registered_engine_joins_one_gateway_and_the_other_when_that_ends(tmp_path: Path, etcd: str) -> None:
+    async with _registered_engine(etcd):
         first = await _joined(tmp_path / "a", etcd)
         async with gateway(tmp_path / "b", etcd=etcd) as (other, http):
             await until(lambda: "e0" in other.fleet.elsewhere, "the engine is seen as the other's")
@@ -123,19 +131,15 @@ async def test_a_registered_engine_joins_one_gateway_and_the_other_when_that_end
 async def test_a_registered_engine_that_another_claimed_meanwhile_joins_again_when_that_ends(
     tmp_path: Path, etcd: str
 ) -> None:
-    registry = await EtcdRegistry.connect(etcd)
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(registry.close)
-        e0 = await stack.enter_async_context(ScriptedEngine("e0"))
-        record = RegisteredEngine("e0", "vllm", e0.url, "127.0.0.1:1")
-        await registry.transact([], [Put(keys.engine_key("e0"), msgspec.json.encode(record))])
+    async with _registered_engine(etcd) as e0, contextlib.AsyncExitStack() as stack:
         first = await _joined(tmp_path / "a", etcd)
         stack.push_async_callback(first.close, drain_timeout_s=0.0)
         async with gateway(tmp_path / "b", etcd=etcd) as (other, _):
             mine: Any = first.fleet.claims
-            while "e0" not in other.fleet.handles:  # until the other one was quicker than a renewal
-                await mine._store.drop((await claims.engine_keys(e0.url)).sure)
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(60):
+                while "e0" not in other.fleet.handles:  # until the other one was quicker than a renewal
+                    await mine._store.drop((await claims.engine_keys(e0.url)).sure)
+                    await asyncio.sleep(0.01)
             await until(lambda: not first.fleet.handles, "it leaves")
         await until(lambda: "e0" in first.fleet.handles, "it joins again")
         assert first.fleet.elsewhere == {}
