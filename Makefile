@@ -78,7 +78,7 @@ verl: env  ## verl's weight updates and rollouts on a fleet of this machine, and
 quick: env  ## the quick part of the tests (a minute on two cores), a fifth of each property's examples
 	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not slow" --hypothesis-profile=quick -n $$((3 + $(CORES))) --dist worksteal $(ARGS)
 
-check: env  ## format, lint with bandit's rules and hadolint, strict types, import directions, generated parts fresh, once a day `make audit`; seconds, no tests
+check: env  ## format, lint with bandit's rules and hadolint, strict types, import directions, generated parts fresh, pages within their words, once a day `make audit`; seconds, no tests
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m ruff check .
 	@.venv/bin/hadolint --config deploy/images/hadolint.yaml deploy/images/Containerfile
@@ -86,6 +86,7 @@ check: env  ## format, lint with bandit's rules and hadolint, strict types, impo
 	@PYTHONPATH=. .venv/bin/lint-imports
 	@$(RUN) -m protos.generate --check
 	@$(RUN) -m deploy.reference --check
+	@$(RUN) -m deploy.words
 	@$(RUN) -m deploy.audit --daily
 
 images:  ## the container images, from Debian's packages and this checkout, without a registry: needs buildah and mmdebstrap (ARGS="daemons --help"); some five minutes

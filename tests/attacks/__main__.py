@@ -1,4 +1,4 @@
-"""`python -m tests.attacks`: makes the attempts, prints the table, and writes docs/attacks.md."""
+"""`python -m tests.attacks`: makes the attempts, prints the table, and writes docs/reference/attacks.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the attempts on a gateway of this process, and writes what it answered as docs/attacks.md."""
+"""Makes the attempts on a gateway of this process, and writes what it answered as docs/reference/attacks.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.attacks.attempts import GROUPS, SIZE_MAX, Attempt
 from tests.support.keys import CALL, HOLDERS, bearer, controlled, key_of
 from tests.support.scripted_engine import ScriptedEngine
 
-PAGE = Path(__file__).parents[2] / "docs/attacks.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/attacks.md"
 SHORT_S = 0.2
 """Instead of the half minutes that a head and a body may take."""
 SHOWN_CHARS = 120
@@ -29,7 +29,7 @@ HEAD = """# What attempts on a gateway get
 
 A gateway with API keys (`--api-keys`), asked by whoever reaches it. `python -m tests.attacks` makes these attempts on a
 real gateway, and writes this page; `tests/unit/gateway_access/test_attack_table.py` makes them again, and compares.
-[Security](security.md) has the rules.
+[Security](../security.md) has the rules.
 
 `alice` and `bob` are agents, `mine` is a session of alice's, and `theirs` one of bob's.
 """

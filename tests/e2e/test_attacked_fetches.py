@@ -1,5 +1,5 @@
 """What a person in the middle tries at the bytes of a version between two relays, and what comes of it: rows of the
-table of docs/security.md.
+table of docs/reference/relay-attacks.md.
 
 Each attack meets a requester of the test's own first, whose error is the row's answer, and then relays that follow.
 """
@@ -255,7 +255,7 @@ TRIED: dict[str, Callable[[Scene], str]] = {
 
 
 async def test_the_page_has_what_each_attack_on_a_fetch_is_answered(scene: Scene) -> None:
-    page = (ROOT / "docs/security.md").read_text()
+    page = (ROOT / "docs/reference/relay-attacks.md").read_text()
     names = {scene.a.between.address: "HOST:PORT", scene.b.between.address: "OTHER:PORT"}
     rows = []
     for what, attempt in TRIED.items():

@@ -1,5 +1,5 @@
 """What a person in the middle tries at a publisher's connection to its relay, and what becomes of a relay's credentials
-that are replaced by what cannot be used: rows of the table of docs/security.md."""
+that are replaced by what cannot be used: rows of the table of docs/reference/relay-attacks.md."""
 
 from __future__ import annotations
 
@@ -201,12 +201,12 @@ TRIED: dict[str, Attempt] = {
 
 
 def not_in_page(rows: list[str]) -> list[str]:
-    """Of docs/security.md. Numbers of versions, which depend on what ran before, may differ."""
+    """Of docs/reference/relay-attacks.md. Numbers of versions, which depend on what ran before, may differ."""
 
     def numberless(text: str) -> str:
         return re.sub(r"\bversion \d+", "version N", text)
 
-    page = numberless((ROOT / "docs/security.md").read_text())
+    page = numberless((ROOT / "docs/reference/relay-attacks.md").read_text())
     return [row for row in rows if numberless(row) not in page]
 
 

@@ -1,4 +1,4 @@
-"""What strangers try at a relay with credentials, and what it answers: the table of docs/security.md.
+"""What strangers try at a relay with credentials, and what it answers: the table of docs/reference/relay-attacks.md.
 
 `pytest -rP` prints the table. A row that is not on the page, or is there in other words, fails.
 """
@@ -346,7 +346,7 @@ async def scene(relays: Relays, fleet: Path, tmp_path: Path, monkeypatch: pytest
 
 
 async def test_the_page_has_what_each_attempt_is_answered(scene: Scene) -> None:
-    page = (ROOT / "docs/security.md").read_text()
+    page = (ROOT / "docs/reference/relay-attacks.md").read_text()
     rows = [f"| {what} | {scene.anywhere(await attempt(scene))} |" for what, attempt in ATTEMPTS.items()]
     print("\n".join(["| attempt | answer |", "|---|---|", *rows]))
     assert [row for row in rows if row not in page] == []

@@ -1,4 +1,4 @@
-"""docs/attacks.md: every attempt gets what the page says, and none of them succeeds."""
+"""docs/reference/attacks.md: every attempt gets what the page says, and none of them succeeds."""
 
 from __future__ import annotations
 
