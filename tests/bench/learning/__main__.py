@@ -6,7 +6,7 @@ process. Each mode has the same task, trainer and seeds; docs/learning-curve.md 
 Each run is written when it ends, to bench-results/learning/MODE-SEED.json, and not run again: an interrupted command
 goes on where it was, and loses the run that was under way. --again runs what is named once more.
 
-Writes bench-results/learning.json, docs/learning-curve.png and .svg, and the tables of docs/learning-curve.md. With
+Writes bench-results/learning.json, docs/reference/learning-curve.png and .svg, and the tables of the page beside them. With
 --out DIR all of it goes there: for settings of your own.
 """
 
@@ -30,7 +30,7 @@ from tests.bench.learning.model import kept_model
 from tests.bench.learning.run import run
 from tests.bench.learning.settings import MODES, Mode, Settings
 
-PAGE = Path("docs/learning-curve.md")
+PAGE = Path("docs/reference/learning-curve.md")
 BEGIN, END = "<!-- measured by make bench-learning: begin -->", "<!-- end -->"
 CHANGEABLE = {"steps": int, "step_ms": float, "lr": float, "staleness_max": int, "groups": int, "group_size": int}
 CHANGEABLE |= {"engines": int, "slots": int}

@@ -27,8 +27,8 @@ def every_command() -> list[configuration.Command]:
     return [one for top in configuration.programs() for one in configuration.commands(top)]
 
 
-OF_TESTS = {"attacks.md", "relay-attacks.md"}
-"""What attempts get: tests make them anew and compare."""
+OF_TESTS = {"attacks.md", "relay-attacks.md", *(f"learning-curve.{suffix}" for suffix in ("md", "png", "svg"))}
+"""What attempts get, which tests compare, and what `make bench-learning` writes."""
 
 
 def part(page: str, heading: str) -> str:
