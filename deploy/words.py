@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deploy.setup_env import ROOT
 
-WORDS_MAX = 59_000
+WORDS_MAX = 50_000
 OF_A_PAGE_MAX: Mapping[str, int] = {"README.md": 900}
 LINES_MAX = {"ARCHITECTURE.md": 250}
 USAGE = "usage: python -m deploy.words [--table]\n"

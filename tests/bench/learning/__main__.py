@@ -6,8 +6,8 @@ process. Each mode has the same task, trainer and seeds; docs/learning-curve.md 
 Each run is written when it ends, to bench-results/learning/MODE-SEED.json, and not run again: an interrupted command
 goes on where it was, and loses the run that was under way. --again runs what is named once more.
 
-Writes bench-results/learning.json, docs/reference/learning-curve.png and .svg, and the tables of the page beside them. With
---out DIR all of it goes there: for settings of your own.
+Writes bench-results/learning.json, docs/reference/learning-curve.png and .svg, and the tables of the page beside them.
+With --out DIR all of it goes there: for settings of your own.
 """
 
 from __future__ import annotations
