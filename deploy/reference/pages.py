@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from deploy.reference import configuration, http_api, metrics, rpc
+from deploy.reference import columns, configuration, http_api, metrics, roles, rpc
 from deploy.setup_env import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
@@ -15,6 +15,8 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "http.md": http_api.page,
     "grpc.md": rpc.page,
     "metrics.md": metrics.page,
+    "roles.md": roles.page,
+    "tables.md": columns.page,
 }
 USAGE = "usage: python -m deploy.reference [--check]\n"
 

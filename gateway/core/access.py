@@ -1,7 +1,7 @@
 """Who may do what over HTTP: the one table of operations, and what it decides. Pure.
 
 Every route names its operation (`gateway.api.routes`), one middleware enforces it (`gateway.api.access`), and
-docs/security.md shows the table.
+docs/reference/roles.md shows the table.
 
 Invariants:
 - what no operation allows is refused;

@@ -69,7 +69,7 @@ def export(out: Path, store: str, force: bool, **wanted: Any) -> None:
       gateway export --store /data/gateway rollouts.parquet
       gateway export --store http://127.0.0.1:8080 rollouts.parquet
       python -c 'import pandas; print(pandas.read_parquet("rollouts.parquet"))'
-    docs/tables.md has the columns. Needs pyarrow, which the extra `parquet` brings.
+    docs/reference/tables.md has the columns. Needs pyarrow, which the extra `parquet` brings.
     """
     setup_logging("warning")
     with _errors():

@@ -37,7 +37,7 @@ _READ = [column for column in COLUMNS if not column.derived]
 _NAMES = [column.name for column in _READ]
 _OTHERS = [name for name in _NAMES if name not in TOKEN_COLUMNS]
 _REQUIRED = [column.name for column in _READ if not column.nullable]
-_FOREIGN = "`gateway export` writes such files; docs/tables.md has their columns"
+_FOREIGN = "`gateway export` writes such files; docs/reference/tables.md has their columns"
 
 
 class TableReader:

@@ -1,7 +1,7 @@
 """Who may do what at a relay with credentials: the one table of gRPC methods, its other ports, and roles. Pure.
 
 An interceptor enforces it for gRPC (`paramserver.daemon.access`), `paramserver.data.secured` for data connections,
-`paramserver.data.engine_ports` for engines, `paramserver.daemon.metrics` for metrics, and docs/security.md shows it.
+`paramserver.data.engine_ports` for engines, `paramserver.daemon.metrics` for metrics; docs/reference/roles.md shows it.
 
 Invariants:
 - a method without an operation is refused to everybody;

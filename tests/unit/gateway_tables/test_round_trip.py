@@ -158,7 +158,9 @@ def test_a_plain_parquet_reader_has_the_columns_that_the_docs_list(tmp_path: Pat
     assert (row["model"], row["group_ended_with"], row["token_ids"]) == ("policy", 3, [1, 2, 3])
     assert table.schema.metadata[b"laminar.schema_version"] == b"1"
     _, docs = (
-        (Path(__file__).parents[3] / "docs/tables.md").read_text().split("| column | type | meaning |\n|---|---|---|\n")
+        (Path(__file__).parents[3] / "docs/reference/tables.md")
+        .read_text()
+        .split("| column | type | meaning |\n| --- | --- | --- |\n")
     )
     assert docs.partition("\n\n")[0].splitlines() == [
         f"| `{column.name}` | {shown(column.type)} | {column.meaning} |" for column in COLUMNS
