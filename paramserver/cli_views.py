@@ -66,8 +66,6 @@ def _access(access: AccessStatus) -> Iterator[RenderableType]:
         f"fleet keys: {access.num_fleet_keys}",
         "red" if left_days < EXPIRES_SOON_DAYS else "",
     )
-    kept_out = f", {access.refused} refused, {access.made_way} made way" if access.refused or access.made_way else ""
-    yield line(f"gRPC: {access.connections} connections, {access.strangers} of strangers{kept_out}")
     if access.failure:
         yield line(f"CREDENTIALS stay as they were: {access.failure}", "red")
 

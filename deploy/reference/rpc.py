@@ -84,6 +84,8 @@ def parse(text: str) -> Source:
         said, above = " ".join([*above, comment]).strip(), []
         if before.startswith("syntax"):
             found.comment = said
+        elif before.startswith("reserved "):
+            continue  # numbers of former fields
         elif before.startswith("package"):
             found.package = before.removeprefix("package").strip(" ;")
         elif block := _BLOCK.fullmatch(before):

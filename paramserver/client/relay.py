@@ -151,10 +151,6 @@ class AccessStatus:
     cas: tuple[str, ...]
     num_fleet_keys: int
     failure: str
-    connections: int
-    strangers: int
-    refused: int
-    made_way: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,10 +489,6 @@ def _access(message: pb.Access) -> AccessStatus:
         tuple(message.cas),
         message.num_fleet_keys,
         message.failure,
-        message.connections,
-        message.strangers,
-        message.refused,
-        message.made_way,
     )
 
 

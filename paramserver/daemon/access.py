@@ -70,9 +70,8 @@ def _configuration(material: Material) -> grpc.ServerCertificateConfiguration:
 class AccessInterceptor(grpc.aio.ServerInterceptor):
     """Refuses each call that the caller's certificate does not allow."""
 
-    def __init__(self, credentials: Credentials, let_through: Callable[[str], None]) -> None:
-        """`let_through` gets gRPC's name of the peer of each call that is not refused."""
-        self._credentials, self._let_through = credentials, let_through
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
 
     async def intercept_service(
         self,
@@ -111,7 +110,6 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     async def _check(self, method: str, context: Context) -> None:
         if (error := self._refused(method, context)) is not None:
             await grpc_errors.abort(context, error)
-        self._let_through(context.peer())
 
     def _refused(self, method: str, context: Context) -> LaminarError | None:
         try:

@@ -15,13 +15,11 @@ from prometheus_client import make_wsgi_app
 
 from paramserver.core.access import metrics_refusal
 from paramserver.core.records import Sealed
-from paramserver.daemon.grpc_port import Ports
 from paramserver.daemon.health import Health, with_health
 from paramserver.daemon.http_port import serve_http
 from paramserver.daemon.parts import RelayParts
-from paramserver.data.engine_ports import EnginePortStatistics
+from paramserver.data.engine_ports import EnginePort, EnginePortStatistics
 from paramserver.data.server import DataServer
-from protos.access.connections import ConnectionCounts
 from protos.access.credentials import Credentials
 from protos.access.tls import FleetTls
 from protos.errors import Conflict
@@ -34,7 +32,7 @@ class Sources:
 
     parts: RelayParts
     data: DataServer
-    ports: Ports
+    engine_ports: Sequence[EnginePort]
 
 
 def _of_newest(read: Callable[[Sealed], float]) -> Callable[[Sources], Iterable[Value]]:
@@ -59,23 +57,15 @@ def _of_credentials(read: Callable[[Credentials], float]) -> Callable[[Sources],
 
 def _of_engine_ports(read: Callable[[EnginePortStatistics], float]) -> Callable[[Sources], Iterable[Value]]:
     def values(sources: Sources) -> Iterable[Value]:
-        for port in sources.ports.engines:
+        for port in sources.engine_ports:
             found = port.statistics()
             yield read(found), (found.engine,)
 
     return values
 
 
-def _of_grpc_port(read: Callable[[ConnectionCounts], float]) -> Callable[[Sources], Iterable[Value]]:
-    def values(sources: Sources) -> Iterable[Value]:
-        port = sources.ports.grpc
-        return [] if port is None else [(read(port.statistics()), ())]
-
-    return values
-
-
 def _refused_at_engine_ports(sources: Sources) -> Iterable[Value]:
-    for port in sources.ports.engines:
+    for port in sources.engine_ports:
         found = port.statistics()
         yield from ((times, (found.engine, reason)) for reason, times in found.refused.items())
 
@@ -175,27 +165,6 @@ METRICS: Sequence[Metric[Sources]] = (
         "bytes",
         "Bytes sent to other relays and to clients that pull.",
         one(lambda sources: sources.data.bytes_sent),
-    ),
-    Metric(
-        "gauge",
-        "laminar_relay_grpc_connections",
-        "connections",
-        "Connections to the gRPC port. A relay without credentials does not count them.",
-        _of_grpc_port(lambda found: found.open),
-    ),
-    Metric(
-        "gauge",
-        "laminar_relay_grpc_strangers",
-        "connections",
-        "Those among them of which no call has passed access control yet.",
-        _of_grpc_port(lambda found: found.strangers),
-    ),
-    Metric(
-        "counter",
-        "laminar_relay_grpc_connections_refused",
-        "connections",
-        "Connections to the gRPC port that were refused because too many were open, or that made way for newer ones.",
-        _of_grpc_port(lambda found: found.refused + found.made_way),
     ),
     Metric(
         "gauge",

@@ -8,13 +8,11 @@ import hashlib
 import logging
 import secrets
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -24,7 +22,7 @@ from paramserver.core.notices import Notices
 from paramserver.core.records import Member
 from paramserver.daemon.access import check_serves
 from paramserver.daemon.engines import open_engine_ports, registered
-from paramserver.daemon.grpc_port import BACKLOG, GrpcPort, Ports, secured_server
+from paramserver.daemon.grpc_server import grpc_server
 from paramserver.daemon.health import Health, report_health
 from paramserver.daemon.metrics import Sources, export_metrics, serve_metrics
 from paramserver.daemon.parts import RelayParts
@@ -39,29 +37,19 @@ from paramserver.memory import stored
 from paramserver.memory.pool import Pool
 from paramserver.memory.private import keep_private
 from paramserver.memory.store import Snapshot, Store
-from paramserver.memory.stored import GRPC_SOCKET, PUBLISH_SOCKET
+from paramserver.memory.stored import PUBLISH_SOCKET
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.recovery import Recovery
 from protos.access.credentials import Credentials
 from protos.access.listening import check_listening, warn_insecure
 from protos.access.unix_socket import group_id
-from protos.errors import Conflict, Corrupt, InvalidRequest, OutOfCapacity
+from protos.errors import Corrupt, InvalidRequest, OutOfCapacity
 from protos.laminar.v1 import relay_pb2, relay_pb2_grpc
-from protos.process import cannot_listen
 from protos.telemetry import options as telemetry_options
 
 log = logging.getLogger(__name__)
 
 DRAIN_S = 2.0
-SERVER_OPTIONS = [
-    ("grpc.so_reuseport", 0),  # a port that is taken must be refused, not shared
-    ("grpc.max_receive_message_length", 64 << 20),  # an announcement names every tensor
-    ("grpc.keepalive_time_ms", 10_000),  # a publisher whose host vanished must not hold its run for ever
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # a minute by default, and it rules over the one before
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # the clients' keepalive on idle watches is welcome
-    ("grpc.http2.max_ping_strikes", 0),
-]
 SOCKET_PATH_MAX = 100  # the kernel takes 107
 SERVICE = relay_pb2.DESCRIPTOR.services_by_name["Relay"].full_name
 
@@ -125,23 +113,13 @@ async def relay_process(
         # the data port closes, the memory goes, and last the telemetry.
         telemetry = telemetry_options.start(config.telemetry, "laminar-relay", relay=config.name)
         stack.push_async_callback(asyncio.to_thread, telemetry.close)
-        listener = _listen(config, stack)
-        port = listener.getsockname()[1]
-        plain = None
-        if credentials is None:
-            plain, port = _plain_server(config, listener)
+        server, port = grpc_server(config.host, config.port, credentials)
         grpc_address = f"{config.reached_by}:{port}"
         registry = await EtcdRegistry.connect(config.etcd, timeout_s=START_TIMEOUT_S, access=config.etcd_access)
         stack.push_async_callback(registry.close)
         notices = Notices()
         store, left, found = await _open_store(config, stack, notices)
         nixl = await _start_nixl(config, stack)
-        grpc_port = None
-        if plain is not None:
-            server = plain
-        else:
-            assert credentials is not None
-            server, grpc_port = _secured_server(config, credentials, listener, stack)
 
         # The ports are bound before anything is made that names their addresses; bytes are served once the parts exist.
         data_listener = listen_tcp(data_host, config.data_port)
@@ -195,24 +173,21 @@ async def relay_process(
         life = asyncio.ensure_future(parts.run())
         stack.push_async_callback(_end, life, parts)
 
-        bounded = Ports(grpc_port, list(engine_ports.values()))
-        service = RelayService(parts, data_address=data_address, publish_socket=socket_path, ports=bounded)
+        opened = list(engine_ports.values())
+        service = RelayService(parts, data_address=data_address, publish_socket=socket_path, engine_ports=opened)
         checks = await _add_services(server, service)
         found_healthy = Health()
         health_task = asyncio.ensure_future(report_health(checks, SERVICE, found_healthy, lambda: lease.name_taken))
         stack.push_async_callback(_cancel, health_task)
         addresses = {"grpc": grpc_address, "data": data_address, "name": config.name}
         if config.metrics_port is not None:
-            sources = Sources(parts, data, bounded)
+            sources = Sources(parts, data, opened)
             addresses["metrics"], stop_metrics = serve_metrics(config.host, config.metrics_port, sources, found_healthy)
             stack.push_async_callback(asyncio.to_thread, stop_metrics)
         if telemetry.meter is not None:
-            export_metrics(telemetry.meter, Sources(parts, data, bounded))
+            export_metrics(telemetry.meter, Sources(parts, data, opened))
         await server.start()
         stack.push_async_callback(server.stop, DRAIN_S)
-        if grpc_port is not None:
-            grpc_port.start()
-            stack.callback(grpc_port.stop_accepting)
         stack.callback(parts.end_streams)
         yield addresses, life
 
@@ -293,40 +268,6 @@ def find_again(store: Store, left: list[stored.StoredSnapshot], notices: Notices
 async def _end(life: asyncio.Future[None], parts: RelayParts) -> None:
     await _cancel(life)
     await parts.close()
-
-
-def _listen(config: RelayConfig, stack: contextlib.AsyncExitStack) -> socket.socket:
-    try:
-        listener = socket.create_server((config.host, config.port), backlog=BACKLOG)
-    except OSError as error:  # gRPC's own error has no reason
-        raise cannot_listen(config.host, config.port, error) from error
-    stack.callback(listener.close)
-    return listener
-
-
-def _plain_server(config: RelayConfig, listener: socket.socket) -> tuple[grpc.aio.Server, int]:
-    """A server of gRPC that takes everybody, and its port. `listener`, which is closed for it, has shown that it can
-    listen there. A free port it finds itself: that of the listener may be another's as soon as it is let go."""
-    listener.close()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    address = f"{config.host}:{config.port}"
-    try:
-        return server, server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise Conflict(f"cannot listen on {address}", hint="choose another --port, or 0 for any free one") from error
-
-
-def _secured_server(
-    config: RelayConfig, credentials: Credentials, listener: socket.socket, stack: contextlib.AsyncExitStack
-) -> tuple[grpc.aio.Server, GrpcPort]:
-    """One for holders of the fleet's certificates, and its port. Once the pool is this relay's: it listens there."""
-    path = _socket_path(config.pool_dir, GRPC_SOCKET)
-    try:
-        server, port = secured_server(credentials, listener, path, SERVER_OPTIONS)
-    except (RuntimeError, OSError) as error:
-        raise Conflict(f"gRPC cannot listen on {path}: {error}", hint="choose another --pool-dir") from error
-    stack.push_async_callback(asyncio.to_thread, port.close)
-    return server, port
 
 
 async def _add_services(server: grpc.aio.Server, service: RelayService) -> health.aio.HealthServicer:

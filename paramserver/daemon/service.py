@@ -7,7 +7,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,10 +21,10 @@ from paramserver.core.records import Epoch, Rank, check_model_name
 from paramserver.core.spans import relay_trace
 from paramserver.core.ticket_status import GivenUp, TicketQuery, ticket_status
 from paramserver.daemon.access import caller_of
-from paramserver.daemon.grpc_port import Ports
 from paramserver.daemon.operations import Operations
 from paramserver.daemon.parts import RelayParts
 from paramserver.daemon.status import StatusReport, epoch_message, sealed_message
+from paramserver.data.engine_ports import EnginePort
 from protos import grpc_errors
 from protos.announce_options import master_options
 from protos.errors import InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable, UnsupportedField
@@ -99,7 +99,7 @@ class RelayService(pb_grpc.RelayServicer):
         *,
         data_address: str,
         publish_socket: Path | None,
-        ports: Ports | None = None,
+        engine_ports: Sequence[EnginePort] = (),
     ) -> None:
         self._name, self._view, self._elections = parts.config.name, parts.lease.view, parts.elections
         self._models, self._pins, self._watchers = parts.models, parts.pins, parts.watchers
@@ -107,7 +107,7 @@ class RelayService(pb_grpc.RelayServicer):
         self._duties, self._claims, self._publications = parts.duties, parts.claims, parts.publications
         self._drafts, self._refused_loads = parts.drafts, parts.refused_loads
         self._operations = Operations(parts)
-        self._status = StatusReport(parts, data_address=data_address, ports=ports or Ports())
+        self._status = StatusReport(parts, data_address=data_address, engine_ports=engine_ports)
         self._data_address, self._publish_socket = data_address, publish_socket
         self._credentials = parts.credentials
         self._instance = parts.lease.member.instance

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 
 from paramserver.core.records import Epoch, Sealed
 from paramserver.core.versions import ModelVersions
-from paramserver.daemon.grpc_port import Ports
 from paramserver.daemon.parts import RelayParts
-from paramserver.data.engine_ports import EnginePortStatistics
+from paramserver.data.engine_ports import EnginePort, EnginePortStatistics
 from protos.laminar.v1 import relay_pb2 as pb
 
 
 class StatusReport:
     """Reads the state of the relay's parts and owns none."""
 
-    def __init__(self, parts: RelayParts, *, data_address: str, ports: Ports) -> None:
-        self._ports = ports
+    def __init__(self, parts: RelayParts, *, data_address: str, engine_ports: Sequence[EnginePort]) -> None:
+        self._engine_ports = engine_ports
         self._config, self._data_address, self._credentials = parts.config, data_address, parts.credentials
         self._lease, self._view = parts.lease, parts.lease.view
         self._pool, self._pins, self._fetches = parts.store.pool, parts.pins, parts.fetches
@@ -54,25 +53,21 @@ class StatusReport:
             continues=sorted(self._view.continues),
             insecure=self._config.insecure,
             access=self._access(),
-            engine_ports=[_engine_port_message(port.statistics()) for port in self._ports.engines],
+            engine_ports=[_engine_port_message(port.statistics()) for port in self._engine_ports],
             notices=[pb.Notice(unix_s=one.unix_s, text=one.text) for one in self._notices.all()],
             watched=sorted(self._watchers.models()),
         )
 
     def _access(self) -> pb.Access | None:
-        if self._credentials is None or self._ports.grpc is None:
+        if self._credentials is None:
             return None
-        material, found = self._credentials.material, self._ports.grpc.statistics()
+        material = self._credentials.material
         return pb.Access(
             identity=str(material.identity),
             expires_unix_s=material.expires_unix_s,
             cas=material.cas,
             num_fleet_keys=len(material.fleet_keys),
             failure=self._credentials.failure,
-            connections=found.open,
-            strangers=found.strangers,
-            refused=found.refused,
-            made_way=found.made_way,
         )
 
     def _model(self, model: str) -> pb.ModelStatus:

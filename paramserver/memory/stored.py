@@ -35,8 +35,8 @@ SPARES = ".spare"  # among the records; no model has such a name
 NUM_SPARES = 4
 SPARE_BYTES = 64 << 10
 COPY_BYTES = 16 << 20
-PUBLISH_SOCKET, GRPC_SOCKET = "publish.sock", "grpc.sock"
-POOLS = {LOCK, "free", "filling", SNAPSHOTS, RECORDS, PUBLISH_SOCKET, GRPC_SOCKET}
+PUBLISH_SOCKET = "publish.sock"
+POOLS = {LOCK, "free", "filling", SNAPSHOTS, RECORDS, PUBLISH_SOCKET, "grpc.sock"}  # the last of earlier releases
 """All that a relay puts into the directory of its pool; what a killed one left there is no obstacle to the next."""
 LONGEST_TIME_S = 1234567890.1234567  # no time of day takes more characters
 

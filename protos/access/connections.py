@@ -86,10 +86,6 @@ class Connections(Generic[C]):
         """A request of it was let through."""
         self._strangers.pop(connection, None)
 
-    def is_stranger(self, connection: C) -> bool:
-        """Whether it is open, and no request of it was let through."""
-        return connection in self._strangers
-
     def closed(self, connection: C) -> None:
         """Also for one that was refused, or closed before."""
         self._strangers.pop(connection, None)

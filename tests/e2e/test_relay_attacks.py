@@ -105,14 +105,12 @@ async def silent_connections(scene: Scene) -> str:
     host, _, port = scene.address.rpartition(":")
     streams = [await asyncio.open_connection(host, int(port)) for _ in range(300)]
     async with scene.client("reader") as client:
-        access = (await client.status()).access
-    assert access is not None
-    assert access.strangers >= 300
+        await client.status()
     for reader, writer in streams:
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 60.0) == b""
         writer.close()
-    return "a reader's call is answered meanwhile, and the relay closes them after 10 s"
+    return "a reader's call is answered meanwhile, and the relay closes them after 3 s"
 
 
 async def reader_publishes(scene: Scene) -> str:
@@ -340,7 +338,6 @@ async def scene(relays: Relays, fleet: Path, tmp_path: Path, monkeypatch: pytest
         async with found.client("reader") as reader:
             assert [one.version for one in await reader.versions(MODEL)] == [1], "it serves as before"
         assert engine.connections == 0, "the engine has heard of nobody"
-        assert "before a call was let through: its caller has no valid certificate" in daemon.log()
         assert "Handshake failed" not in daemon.log(), "gRPC's own lines, one for each stranger"
         assert await asyncio.to_thread(asked, port.url, fleet / "gateway", fleet) == "served"
 

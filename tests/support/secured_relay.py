@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import ssl
-import tempfile
 import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paramserver.daemon.grpc_port import GrpcPort, secured_server
+from paramserver.daemon.grpc_server import grpc_server
 from protos.access.credentials import Credentials
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 from tests.support.fake_relay import FakeRelay
@@ -24,34 +23,20 @@ from tests.support.tls_endings import ending
 
 
 @contextlib.asynccontextmanager
-async def secured(credentials: Credentials, port: int = 0) -> AsyncIterator[tuple[FakeRelay, str]]:
-    """A fake relay behind the daemon's own access control, and its address."""
-    async with secured_front(credentials, port) as (found, _):
-        yield found, f"127.0.0.1:{found.port}"
-
-
-@contextlib.asynccontextmanager
-async def secured_front(
+async def secured(
     credentials: Credentials, port: int = 0, *, connections_max: int | None = None
-) -> AsyncIterator[tuple[FakeRelay, GrpcPort]]:
-    """A fake relay behind the daemon's own port, with health and reflection as the daemon has them."""
+) -> AsyncIterator[tuple[FakeRelay, str]]:
+    """A fake relay behind the daemon's own access control and bounds, with its health and reflection; its address."""
     found = FakeRelay()  # type: ignore[abstract]  # what no test calls is left out
-    with tempfile.TemporaryDirectory(prefix="relay") as directory:
-        listener = socket.create_server(("127.0.0.1", port))
-        found.port = listener.getsockname()[1]
-        server, front = secured_server(
-            credentials, listener, Path(directory) / "grpc.sock", connections_max=connections_max
-        )
-        pb_grpc.add_RelayServicer_to_server(found, server)
-        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
-        reflection.enable_server_reflection((health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        await server.start()
-        front.start()
-        try:
-            yield found, front
-        finally:
-            await server.stop(None)
-            front.close()
+    server, found.port = grpc_server("127.0.0.1", port, credentials, connections_max=connections_max)
+    pb_grpc.add_RelayServicer_to_server(found, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    reflection.enable_server_reflection((health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    await server.start()
+    try:
+        yield found, f"127.0.0.1:{found.port}"
+    finally:
+        await server.stop(None)
 
 
 @contextlib.asynccontextmanager

@@ -568,10 +568,6 @@ class Access(_message.Message):
     CAS_FIELD_NUMBER: _builtins.int
     NUM_FLEET_KEYS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
-    CONNECTIONS_FIELD_NUMBER: _builtins.int
-    STRANGERS_FIELD_NUMBER: _builtins.int
-    REFUSED_FIELD_NUMBER: _builtins.int
-    MADE_WAY_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """role and name in its certificate"""
     expires_unix_s: _builtins.float
@@ -580,14 +576,6 @@ class Access(_message.Message):
     """that it accepts at its data port"""
     failure: _builtins.str
     """why the files as they are now are not used; empty: they are"""
-    connections: _builtins.int
-    """to its gRPC port, now"""
-    strangers: _builtins.int
-    """those among them of which no call was let through yet"""
-    refused: _builtins.int
-    """connections since the start, because too many were open"""
-    made_way: _builtins.int
-    """strangers' connections since the start that were closed for newer ones"""
     @_builtins.property
     def cas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """fingerprints of the CAs that it trusts"""
@@ -600,14 +588,10 @@ class Access(_message.Message):
         cas: _abc.Iterable[_builtins.str] | None = ...,
         num_fleet_keys: _builtins.int = ...,
         failure: _builtins.str = ...,
-        connections: _builtins.int = ...,
-        strangers: _builtins.int = ...,
-        refused: _builtins.int = ...,
-        made_way: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cas", b"cas", "connections", b"connections", "expires_unix_s", b"expires_unix_s", "failure", b"failure", "identity", b"identity", "made_way", b"made_way", "num_fleet_keys", b"num_fleet_keys", "refused", b"refused", "strangers", b"strangers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cas", b"cas", "expires_unix_s", b"expires_unix_s", "failure", b"failure", "identity", b"identity", "num_fleet_keys", b"num_fleet_keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
