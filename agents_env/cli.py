@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,28 +10,28 @@ from typing import Any
 import click
 
 from agents_env import commands, session_view
-from agents_env.environment import Environment
 from agents_env.environments.reasoning import DEFAULT_DATASET, Reasoning, UnknownDataset, datasets
 from agents_env.environments.task_files import BadTaskFile
 from agents_env.environments.tool_chain import ToolChain
+from agents_env.evaluate import start as start_evaluation
 from agents_env.options import (
-    EVAL,
-    GATEWAY,
+    NOT_OF_PROGRAMS,
     SETTINGS,
-    TASKS,
     EvalOptions,
-    RunOptions,
-    Startable,
+    ExecOptions,
+    Start,
     TasksOptions,
-    exec_options,
     mirror,
-    run_options,
+    starting,
 )
 from agents_env.programs import Programs, read_tasks
+from agents_env.run import print_tasks, run_options
+from agents_env.run import start as start_run
 from agents_env.verifiers import command as verifiers
+from protos.options import Group, config_option
 
 
-@click.group(context_settings=SETTINGS)
+@click.group(cls=Group, context_settings=SETTINGS)
 @click.version_option(package_name="laminar-rl", prog_name="agents-env")
 def main() -> None:
     """Agent environments that roll out against an OpenAI-compatible server.
@@ -46,7 +45,7 @@ def main() -> None:
     """
 
 
-@main.group(context_settings=SETTINGS)
+@main.group(cls=Group, context_settings=SETTINGS)
 def run() -> None:
     """Roll out an environment: groups of samples of one task, with their rewards sent to the gateway.
 
@@ -56,7 +55,7 @@ def run() -> None:
     """
 
 
-@main.group("eval", context_settings=SETTINGS)
+@main.group("eval", cls=Group, context_settings=SETTINGS)
 def evaluate() -> None:
     """Score a fixed set of tasks: the mean reward with its standard error, and a table by task.
 
@@ -64,16 +63,16 @@ def evaluate() -> None:
     """
 
 
-@main.group(context_settings=SETTINGS)
+@main.group(cls=Group, context_settings=SETTINGS)
 def tasks() -> None:
     """Print an environment's own tasks as JSON lines, for a prompt pool (`PromptPool.add_jsonl`, id_column="id")."""
 
 
 @run.command("tool-chain", context_settings=SETTINGS)
 @run_options
-def tool_chain(options: Startable) -> None:
+def tool_chain(start: Start) -> None:
     """Multi-turn: 1 to 8 calls of a calculator, then the answer."""
-    _run(ToolChain(), options)
+    start(ToolChain())
 
 
 @run.command("reasoning", context_settings=SETTINGS)
@@ -86,14 +85,14 @@ def tool_chain(options: Startable) -> None:
 @click.option("--max-tokens", default=16, type=click.IntRange(min=1), help="Tokens of a reply at most.")
 @click.option("--examples", default=1, type=click.IntRange(min=0), help="Worked examples before the question.")
 @run_options
-def reasoning(options: Startable, dataset: str, dataset_config: str | None, max_tokens: int, examples: int) -> None:
+def reasoning(start: Start, dataset: str, dataset_config: str | None, max_tokens: int, examples: int) -> None:
     """Single-turn: problems of the reasoning-gym library, with its own scoring."""
     try:
         config = None if dataset_config is None else _json_object(dataset_config)
         environment = Reasoning(dataset, config, num_examples=examples, max_tokens=max_tokens)
     except UnknownDataset as error:
         raise click.UsageError(str(error)) from error
-    _run(environment, options)
+    start(environment)
 
 
 @main.command("exec", context_settings=SETTINGS)
@@ -113,9 +112,9 @@ def reasoning(options: Startable, dataset: str, dataset_config: str | None, max_
     type=click.Path(file_okay=False, path_type=Path),
     help="Directory for the output of runs: SESSION.log.",
 )
-@exec_options
+@starting(ExecOptions, start_run, **{name: {"hidden": True} for name in NOT_OF_PROGRAMS})
 def execute(
-    options: RunOptions,
+    start: Start,
     command: tuple[str, ...],
     tasks_file: Path | None,
     reward_file: bool,
@@ -139,12 +138,12 @@ def execute(
     except BadTaskFile as error:
         raise click.UsageError(str(error)) from error
     programs = Programs(command, tasks, reward_file=reward_file, score=score, log_dir=log_dir)
-    _run(programs, dataclasses.replace(options, groups=len(tasks)))
+    start(programs)
 
 
 @main.command("inspect", context_settings=SETTINGS)
 @click.argument("session")
-@GATEWAY
+@config_option(ExecOptions, "gateway")
 @click.option("--tokens", is_flag=True, help="Show each token, with its id, version and logprob.")
 @click.option("--json", "as_json", is_flag=True, help="All that the gateway has of the session, as JSON.")
 def inspect_session(session: str, gateway: str, tokens: bool, as_json: bool) -> None:
@@ -173,11 +172,7 @@ def _json_object(text: str) -> Mapping[str, Any]:
     return value
 
 
-def _run(environment: Environment[Any], options: Startable) -> None:
-    options.start(environment)
-
-
 commands.add_to(run)
 main.add_command(verifiers)
-mirror(run, evaluate, EvalOptions, EVAL)
-mirror(run, tasks, TasksOptions, TASKS)
+mirror(run, evaluate, EvalOptions, start_evaluation)
+mirror(run, tasks, TasksOptions, print_tasks)

@@ -25,7 +25,8 @@ from agents_env.environments.task_files import BadTaskFile, read_tasks
 from agents_env.failures import RunFailed
 from agents_env.openenv import environment as openenv
 from agents_env.openenv.serving import served
-from agents_env.options import SETTINGS, Startable, run_options, url
+from agents_env.options import SETTINGS, Start, Url
+from agents_env.run import run_options
 from agents_env.sandbox.client import Sandbox, SandboxFailed
 from agents_env.sandbox.limits import Limits, SandboxRefused
 from protos.terminal import Failed
@@ -44,10 +45,6 @@ _task_file = click.option(
 
 def _max_tokens(default: int) -> Callable[[Any], Any]:
     return click.option("--max-tokens", default=default, type=click.IntRange(min=1), help="Tokens of a reply at most.")
-
-
-def _url_or_none(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    return None if value is None else url(context, parameter, value)
 
 
 def _json_object(_: click.Context, __: click.Parameter, text: str | None) -> Mapping[str, Any]:
@@ -78,7 +75,7 @@ def _json_object(_: click.Context, __: click.Parameter, text: str | None) -> Map
 )
 @run_options
 def code_command(
-    options: Startable,
+    start: Start,
     task_file: Path | None,
     max_tokens: int,
     sandbox: Literal["auto", "sandlock", "bubblewrap"],
@@ -93,7 +90,7 @@ def code_command(
         asyncio.run(box.check())
     except (SandboxRefused, SandboxFailed) as error:
         raise Failed(f"no sandbox for the code that the model writes: {error}") from error
-    options.start(code.Code(_tasks(task_file, code.OWN_TASKS, code.function_task), box, max_tokens=max_tokens))
+    start(code.Code(_tasks(task_file, code.OWN_TASKS, code.function_task), box, max_tokens=max_tokens))
 
 
 @click.command("math", context_settings=SETTINGS)
@@ -101,12 +98,12 @@ def code_command(
 @_max_tokens(mathematics.MAX_TOKENS)
 @click.option("--judges", default=2, type=click.IntRange(min=1), help="Processes that score.")
 @run_options
-def math_command(options: Startable, task_file: Path | None, max_tokens: int, judges: int) -> None:
+def math_command(start: Start, task_file: Path | None, max_tokens: int, judges: int) -> None:
     """Single-turn: problems of mathematics, scored by math-verify."""
     scorer = mathematics.Scorer(judges)
     tasks = _tasks(task_file, mathematics.OWN_TASKS, mathematics.math_task)
     try:
-        options.start(mathematics.Mathematics(tasks, scorer, max_tokens=max_tokens))
+        start(mathematics.Mathematics(tasks, scorer, max_tokens=max_tokens))
     finally:
         scorer.close()
 
@@ -114,9 +111,9 @@ def math_command(options: Startable, task_file: Path | None, max_tokens: int, ju
 @click.command("tool-calls", context_settings=SETTINGS)
 @_max_tokens(tool_calls.MAX_TOKENS)
 @run_options
-def tool_calls_command(options: Startable, max_tokens: int) -> None:
+def tool_calls_command(start: Start, max_tokens: int) -> None:
     """Multi-turn: arithmetic with a calculator, called by the chat template's own format of tools."""
-    options.start(tool_calls.ToolCalls(max_tokens=max_tokens))
+    start(tool_calls.ToolCalls(max_tokens=max_tokens))
 
 
 @click.command("nim", context_settings=SETTINGS)
@@ -137,7 +134,7 @@ def tool_calls_command(options: Startable, max_tokens: int) -> None:
 @_max_tokens(nim.MAX_TOKENS)
 @run_options
 def nim_command(
-    options: Startable,
+    start: Start,
     opponent: Literal["self", "random", "perfect"],
     opponent_version: int | None,
     heaps: int,
@@ -148,7 +145,7 @@ def nim_command(
         game = nim.Nim(opponent=opponent, version=opponent_version, num_heaps=heaps, max_tokens=max_tokens)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    options.start(game)
+    start(game)
 
 
 @click.command("textarena", context_settings=SETTINGS)
@@ -166,19 +163,17 @@ def nim_command(
 )
 @_max_tokens(text_games.MAX_TOKENS)
 @run_options
-def textarena_command(options: Startable, game: str, opponent_version: int | None, max_tokens: int) -> None:
+def textarena_command(start: Start, game: str, opponent_version: int | None, max_tokens: int) -> None:
     """One or two players: a game of the textarena library (extra `games`)."""
     try:
         environment = text_games.TextGames(game, version=opponent_version, max_tokens=max_tokens)
     except text_games.UnknownGame as error:
         raise click.UsageError(str(error)) from error
-    options.start(environment)
+    start(environment)
 
 
 @click.command("openenv", context_settings=SETTINGS)
-@click.option(
-    "--server", default=None, metavar="URL", callback=_url_or_none, help="Address of an OpenEnv environment that runs."
-)
+@click.option("--server", default=None, metavar="URL", type=Url(), help="Address of an OpenEnv environment that runs.")
 @click.option(
     "--serve",
     default=None,
@@ -202,7 +197,7 @@ def textarena_command(options: Startable, game: str, opponent_version: int | Non
 @_max_tokens(openenv.MAX_TOKENS)
 @run_options
 def openenv_command(
-    options: Startable,
+    start: Start,
     server: str | None,
     serve: str | None,
     reset: Mapping[str, Any],
@@ -218,7 +213,7 @@ def openenv_command(
     try:
         with contextlib.nullcontext(server) if serve is None else served(serve) as at:
             assert at is not None
-            options.start(
+            start(
                 openenv.OpenEnv(
                     at,
                     reset=reset,
@@ -258,9 +253,9 @@ def _setting(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> M
     help="An argument of the class: JSON, or text.",
 )
 @run_options
-def module_command(options: Startable, where: str, settings: Mapping[str, Any]) -> None:
+def module_command(start: Start, where: str, settings: Mapping[str, Any]) -> None:
     """An environment of your own: CLASS of MODULE, which Python finds from this folder (docs/environments.md)."""
-    options.start(_own(where, settings))
+    start(_own(where, settings))
 
 
 def _typed(made_by: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

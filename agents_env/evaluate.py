@@ -87,12 +87,12 @@ def evaluation(name: str, options: EvalOptions, plan: Plan, records: Sequence[Re
     error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
     return Evaluation(
         environment=name,
-        model=options.model,
+        model=options.sampling.model,
         version=options.version,
         seed=options.seed,
         samples=options.samples,
-        temperature=options.temperature,
-        top_p=options.top_p,
+        temperature=options.sampling.temperature,
+        top_p=options.sampling.top_p,
         reward_mean=statistics.fmean(means) if means else None,
         reward_error=error,
         tasks=scores,

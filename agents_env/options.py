@@ -1,4 +1,4 @@
-"""The options of `agents-env run` and `eval`, and what is made of them.
+"""The options of `agents-env run`, `eval`, `tasks` and `exec`, and what is made of them.
 
 Each environment's command is written once, for `run`; `eval` and `tasks` have the same commands with other options.
 """
@@ -6,343 +6,186 @@ Each environment's command is written once, for `run`; `eval` and `tasks` have t
 from __future__ import annotations
 
 import functools
-import inspect
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol
 
 import click
+from msgspec import Meta
 
 from agents_env.environment import Environment
 from agents_env.runner import Plan
 from agents_env.runner.phases import PhaseLimits
 from agents_env.runner.sources import PoolOptions
 from agents_env.server import Sampling, Server, api_key
+from protos.options import LOG_LEVEL, PORT_MAX, Flag, config_from, config_names, config_options
+from protos.process import LOG_FORMS
 
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
-FILE: Any = click.Path(dir_okay=False, path_type=Path)
-SECONDS = click.FloatRange(min=0, min_open=True)
+FILE = click.Path(dir_okay=False, path_type=Path)
+_PLAN, _POOL = Plan(""), PoolOptions()
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-Option = Callable[[Any], Any]
+Command = Callable[..., None]
 
 
-class Startable(Protocol):
+class Url(click.ParamType[str]):
+    """An address that begins with http:// or https://."""
+
+    name = "url"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
+        if not str(value).startswith(("http://", "https://")):
+            self.fail(f"{value!r} is not a URL; write http://{value}", param, context)
+        return str(value)
+
+
+class Start(Protocol):
     """What a command does with its environment."""
 
-    def start(self, environment: Environment[Any]) -> None: ...
+    def __call__(self, environment: Environment[Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """Where the model is, how it samples, and what time each thing may take."""
 
-    gateway: str
-    model: str
-    concurrency: int
-    seed: int
-    temperature: float
-    top_p: float
-    attempts: int
-    failures_max: int
-    patience_s: float
-    timeout_s: float
-    reset_timeout_s: float
-    model_timeout_s: float
-    tool_timeout_s: float
-    score_timeout_s: float
-    out: Path | None
-    run_id: str | None
-    log_level: str
-    log_format: str = "text"
+    gateway: Annotated[
+        str, Url(), Flag(metavar="URL"), "Address of the gateway, as `gateway serve` prints it, or an OpenAI base_url."
+    ]
+    sampling: Sampling = field(default_factory=Sampling)
+    concurrency: Annotated[int, Meta(ge=1), "Rollouts at once."] = _PLAN.concurrency
+    seed: Annotated[int, Meta(ge=0), "Seed of the environment's stream of tasks."] = _PLAN.seed
+    attempts: Annotated[int, Meta(ge=1), "Attempts for each sample, each in a session of its own."] = _PLAN.attempts
+    failures_max: Annotated[int, Meta(ge=1), "Failures in a row that end the run."] = _PLAN.failures_max
+    patience_s: Annotated[
+        float, Meta(ge=0), "How long a request is repeated to a server that is away, or has no room for a session."
+    ] = 60.0
+    timeout_s: Annotated[float, Meta(gt=0), "Limit of one request."] = 600.0
+    limits: PhaseLimits = field(default_factory=PhaseLimits)
+    out: Annotated[Path | None, FILE, "File to which a JSON line is added for each rollout."] = None
+    run_id: Annotated[str | None, Flag(show_default="random"), "Part of every group and session id."] = None
+    log_level: Annotated[str, LOG_LEVEL, "The least severe messages that are logged."] = "info"
+    log_format: Annotated[str, click.Choice(LOG_FORMS), "Log lines for people, or a JSON object each."] = "text"
 
     def server(self, *, sessions: bool = True) -> Server:
         return Server(
             self.gateway,
-            Sampling(self.model, self.temperature, self.top_p),
+            self.sampling,
             sessions=sessions,
             api_key=api_key(sessions=sessions),
             patience_s=self.patience_s,
             timeout_s=self.timeout_s,
         )
 
-    def limits(self) -> PhaseLimits:
-        return PhaseLimits(self.reset_timeout_s, self.model_timeout_s, self.tool_timeout_s, self.score_timeout_s)
+    def _plan(self, run_id: str, groups: int, group_size: int, **others: Any) -> Plan:
+        return Plan(
+            run_id,
+            groups,
+            group_size,
+            concurrency=self.concurrency,
+            seed=self.seed,
+            attempts=self.attempts,
+            failures_max=self.failures_max,
+            limits=self.limits,
+            **others,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(ServerOptions):
-    sessions: bool
-    groups: int
-    group_size: int
-    duration_s: float | None
-    split: Literal["train", "eval"]
-    pool: str | None
-    follow: bool
-    lease_s: float
-    journal: Path | None
-    ready_file: Path | None
-    metrics_port: int | None = None
+    sessions: Annotated[bool, "--no-sessions: the server is a plain OpenAI one, and nothing is recorded."] = True
+    groups: Annotated[int, Meta(ge=0), "The environment's own tasks to roll out; 0: until stopped."] = _PLAN.groups
+    group_size: Annotated[int, Meta(ge=1), "Samples of each of the environment's own tasks."] = _PLAN.group_size
+    duration_s: Annotated[float | None, Meta(ge=0), Flag(show_default="no end"), "Stop after so many seconds."] = None
+    split: Annotated[Literal["train", "eval"], "eval: scored, and not trained on."] = _PLAN.split
+    pool: Annotated[
+        str | None,
+        Flag(is_flag=False, flag_value=_POOL.name, metavar="[NAME]"),
+        "Lease samples from this prompt pool of the gateway until it is drained; without NAME: from `default`.",
+    ] = None
+    follow: Annotated[bool, "With --pool: wait for further tasks when it is drained."] = _POOL.follow
+    lease_s: Annotated[
+        float,
+        Meta(ge=1, le=86_400),
+        "With --pool: time after which other runners get the samples of this one, should it die.",
+    ] = _POOL.lease_s
+    journal: Annotated[Path | None, FILE, "File with which the same command goes on where it was stopped."] = None
+    ready_file: Annotated[Path | None, FILE, "JSON file, written once it rolls out."] = None
+    metrics_port: Annotated[
+        int | None,
+        Meta(ge=0, le=PORT_MAX),
+        Flag(show_default="none are served"),
+        "Port of the Prometheus metrics, on loopback; 0: any free one.",
+    ] = None
 
     def plan(self, run_id: str | None = None) -> Plan:
-        return Plan(
-            run_id=run_id or self.run_id or secrets.token_hex(3),
-            groups=self.groups,
-            group_size=self.group_size,
-            concurrency=self.concurrency,
-            seed=self.seed,
-            attempts=self.attempts,
-            duration_s=self.duration_s,
-            split=self.split,
-            failures_max=self.failures_max,
-            limits=self.limits(),
-        )
+        run_id = run_id or self.run_id or secrets.token_hex(3)
+        return self._plan(run_id, self.groups, self.group_size, duration_s=self.duration_s, split=self.split)
 
     def pool_options(self) -> PoolOptions | None:
         return None if self.pool is None else PoolOptions(self.pool, self.lease_s, self.follow)
 
-    def start(self, environment: Environment[Any]) -> None:
-        from agents_env.run import start
 
-        start(environment, self)
+@dataclass(frozen=True, slots=True)
+class ProgramLimits(PhaseLimits):
+    tool_s: Annotated[float, Meta(gt=0), Flag("--time-limit-s"), "Limit of one run of the program."] = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecOptions(RunOptions):
+    """Those of `run`, some under other names."""
+
+    limits: ProgramLimits = field(default_factory=ProgramLimits)
+    group_size: Annotated[int, Meta(ge=1), Flag("--runs"), "Runs for each task, which are a group."] = 1
+
+
+NOT_OF_PROGRAMS = ("groups", "sessions", "temperature", "top_p", "reset_s", "model_s")
+"""What a program decides by itself: `exec` does not show these options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions(ServerOptions):
-    tasks: int
-    samples: int
-    version: int | None
-    json: Path | None
+    tasks: Annotated[int, Meta(ge=1), "How many tasks: the first ones of --seed, a fixed set."] = 100
+    samples: Annotated[int, Meta(ge=1), "Samples of each task."] = 1
+    version: Annotated[
+        int | None, Meta(ge=0), Flag(show_default="none is pinned"), "Weight version that every sample is pinned to."
+    ] = None
+    json: Annotated[Path | None, FILE, "File for the whole result."] = None
 
     def plan(self) -> Plan:
-        return Plan(
-            run_id=self.run_id or f"eval-{secrets.token_hex(3)}",
-            groups=self.tasks,
-            group_size=self.samples,
-            concurrency=self.concurrency,
-            seed=self.seed,
-            attempts=self.attempts,
-            split="eval",
-            failures_max=self.failures_max,
-            limits=self.limits(),
-            version=self.version,
-        )
-
-    def start(self, environment: Environment[Any]) -> None:
-        from agents_env.evaluate import start
-
-        start(environment, self)
+        run_id = self.run_id or f"eval-{secrets.token_hex(3)}"
+        return self._plan(run_id, self.tasks, self.samples, split="eval", version=self.version)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TasksOptions:
-    count: int
-    seed: int
-
-    def start(self, environment: Environment[Any]) -> None:
-        from agents_env.run import print_tasks
-
-        print_tasks(environment, count=self.count, seed=self.seed)
+    count: Annotated[int, Meta(ge=1), "How many tasks."] = 100
+    seed: Annotated[int, Meta(ge=0), "Seed of the environment's stream of tasks."] = _PLAN.seed
 
 
-def url(_: click.Context, __: click.Parameter, value: str) -> str:
-    if not value.startswith(("http://", "https://")):
-        raise click.BadParameter(f"{value!r} is not a URL; write http://{value}")
-    return value
+def starting(kind: type, start: Callable[..., None], **differing: Any) -> Callable[[Command], Command]:
+    """Adds the options of `kind` to a command, which gets `start` for them: it calls that with its environment.
+    `differing`: by field, as `config_options` has it."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_options(**arguments: Any) -> None:
+            options: Any = config_from(kind, {name: arguments.pop(name) for name in config_names(kind)})
+            command(start=functools.partial(start, options=options), **arguments)
+
+        return config_options(kind, **differing)(with_options)
+
+    return decorate
 
 
-def _option(owner: Callable[..., object], flag: str, **attributes: Any) -> Option:
-    """The option of a parameter of `owner`, with the parameter's default."""
-    name = flag.partition("/")[0].removeprefix("--").replace("-", "_")
-    return click.option(flag, default=inspect.signature(owner).parameters[name].default, **attributes)
-
-
-def _limit(phase: str, what: str) -> Option:
-    return click.option(
-        f"--{phase}-timeout-s", default=getattr(PhaseLimits(), f"{phase}_s"), type=SECONDS, help=f"Limit of {what}."
-    )
-
-
-GATEWAY = click.option(
-    "--gateway",
-    required=True,
-    metavar="URL",
-    callback=url,
-    help="Address of the gateway, as `gateway serve` prints it, or an OpenAI base_url.",
-)
-LOG_LEVEL = click.option(
-    "--log-level",
-    default="info",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    help="The least severe messages that are logged.",
-)
-LOG_FORMAT = click.option(
-    "--log-format",
-    default="text",
-    type=click.Choice(["text", "json"]),
-    help="Log lines for people, or a JSON object each.",
-)
-_SEED = _option(Plan, "--seed", type=click.IntRange(min=0), help="Seed of the environment's stream of tasks.")
-
-_SERVER: Sequence[Option] = [
-    GATEWAY,
-    click.option("--model", default="policy", help="The model's name at the gateway."),
-    _option(Plan, "--concurrency", type=click.IntRange(min=1), help="Rollouts at once."),
-    _SEED,
-    _option(Sampling, "--temperature", type=click.FloatRange(min=0), help="Temperature of sampling; 0: greedy."),
-    _option(
-        Sampling,
-        "--top-p",
-        type=click.FloatRange(0, 1, min_open=True),
-        help="Sample from the likeliest tokens that have this probability together; 1: from all.",
-    ),
-    _option(
-        Plan, "--attempts", type=click.IntRange(min=1), help="Attempts for each sample, each in a session of its own."
-    ),
-    _option(Plan, "--failures-max", type=click.IntRange(min=1), help="Failures in a row that end the run."),
-    _option(
-        Server,
-        "--patience-s",
-        type=click.FloatRange(min=0),
-        help="How long a request is repeated to a server that is away, or has no room for a session.",
-    ),
-    _option(Server, "--timeout-s", type=SECONDS, help="Limit of one request."),
-    _limit("reset", "a rollout's beginning, up to its first model call"),
-    _limit("model", "one model call, with its wait for a full server"),
-    _limit("tool", "what happens between two model calls, or after the last"),
-    _limit("score", "the scoring, in environments that mark it"),
-    click.option("--out", default=None, type=FILE, help="File to which a JSON line is added for each rollout."),
-    click.option("--run-id", default=None, show_default="random", help="Part of every group and session id."),
-    LOG_LEVEL,
-    LOG_FORMAT,
-]
-RUN: Sequence[Option] = [
-    *_SERVER,
-    _option(
-        Server,
-        "--sessions/--no-sessions",
-        help="--no-sessions: the server is a plain OpenAI one, and nothing is recorded.",
-    ),
-    _option(
-        Plan, "--groups", type=click.IntRange(min=0), help="The environment's own tasks to roll out; 0: until stopped."
-    ),
-    _option(Plan, "--group-size", type=click.IntRange(min=1), help="Samples of each of the environment's own tasks."),
-    _option(
-        Plan,
-        "--duration-s",
-        type=click.FloatRange(min=0),
-        show_default="no end",
-        help="Stop after so many seconds.",
-    ),
-    _option(Plan, "--split", type=click.Choice(["train", "eval"]), help="eval: scored, and not trained on."),
-    click.option(
-        "--pool",
-        is_flag=False,
-        flag_value=PoolOptions().name,
-        default=None,
-        metavar="[NAME]",
-        help="Lease samples from this prompt pool of the gateway until it is drained; without NAME: from `default`.",
-    ),
-    click.option("--follow", is_flag=True, help="With --pool: wait for further tasks when it is drained."),
-    click.option(
-        "--lease-s",
-        default=PoolOptions().lease_s,
-        type=click.FloatRange(1, 86_400),
-        help="With --pool: time after which other runners get the samples of this one, should it die.",
-    ),
-    click.option(
-        "--journal", default=None, type=FILE, help="File with which the same command goes on where it was stopped."
-    ),
-    click.option("--ready-file", default=None, type=FILE, help="JSON file, written once it rolls out."),
-    click.option(
-        "--metrics-port",
-        default=None,
-        type=click.IntRange(0, 65535),
-        show_default="none are served",
-        help="Port of the Prometheus metrics, on loopback; 0: any free one.",
-    ),
-]
-_OF_PROGRAMS = {
-    "group_size": click.option(
-        "--runs", "group_size", default=1, type=click.IntRange(min=1), help="Runs for each task, which are a group."
-    ),
-    "tool_timeout_s": click.option(
-        "--time-limit-s", "tool_timeout_s", default=3600.0, type=SECONDS, help="Limit of one run of the program."
-    ),
-}
-"""Options of `run` that `exec` has under other names."""
-_NOT_OF_PROGRAMS = {"groups", "sessions", "temperature", "top_p", "reset_timeout_s", "model_timeout_s"}
-
-
-def _of_programs(option: Option) -> Option:
-    """An option of `run` as `exec` has it: those that a program decides by itself are not shown."""
-
-    def add(command: Any) -> Any:
-        found = option(lambda: None).__click_params__[0]
-        added = _OF_PROGRAMS.get(found.name, option)(command)
-        added.__click_params__[-1].hidden = found.name in _NOT_OF_PROGRAMS
-        return added
-
-    return add
-
-
-EXEC: Sequence[Option] = [_of_programs(option) for option in RUN]
-EVAL: Sequence[Option] = [
-    *_SERVER,
-    click.option(
-        "--tasks",
-        default=100,
-        type=click.IntRange(min=1),
-        help="How many tasks: the first ones of --seed, a fixed set.",
-    ),
-    click.option("--samples", default=1, type=click.IntRange(min=1), help="Samples of each task."),
-    click.option(
-        "--version",
-        default=None,
-        type=click.IntRange(min=0),
-        show_default="none is pinned",
-        help="Weight version that every sample is pinned to.",
-    ),
-    click.option("--json", default=None, type=FILE, help="File for the whole result."),
-]
-TASKS: Sequence[Option] = [
-    click.option("--count", default=100, type=click.IntRange(min=1), help="How many tasks."),
-    _SEED,
-]
-
-
-def run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of every environment to a command, which gets them as `options`."""
-    return _with(command, RunOptions, RUN)
-
-
-def exec_options(command: Callable[..., None]) -> Callable[..., None]:
-    return _with(command, RunOptions, EXEC)
-
-
-def _with(
-    command: Callable[..., None], kind: Callable[..., Startable], options: Sequence[Option]
-) -> Callable[..., None]:
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # dataclasses, all of them
-
-    @functools.wraps(command)
-    def with_options(**arguments: Any) -> None:
-        own = {name: value for name, value in arguments.items() if name not in names}
-        command(options=kind(**{name: arguments[name] for name in names}), **own)
-
-    for option in reversed(options):
-        with_options = option(with_options)
-    return with_options
-
-
-def mirror(run: click.Group, group: click.Group, kind: Callable[..., Startable], options: Sequence[Option]) -> None:
-    """Gives `group` every command of `run`, with the environment's own options and `options`."""
-    common = {field.name for field in fields(RunOptions)}
+def mirror(run: click.Group, group: click.Group, kind: type, start: Callable[..., None]) -> None:
+    """Gives `group` every command of `run`, with the environment's own options and those of `kind`."""
+    common = {*config_names(RunOptions)}
     for name, command in run.commands.items():
         assert command.callback is not None
         bare = command.callback.__wrapped__  # type: ignore[attr-defined]  # by functools.wraps
-        mirrored = click.command(name, help=command.help, context_settings=SETTINGS)(_with(bare, kind, options))
+        mirrored = click.command(name, help=command.help, context_settings=SETTINGS)(starting(kind, start)(bare))
         mirrored.params[:0] = [parameter for parameter in command.params if parameter.name not in common]
         group.add_command(mirrored)

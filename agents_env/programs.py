@@ -69,14 +69,14 @@ class Programs:
         score: str | None = None,
         log_dir: Path | None = None,
     ) -> None:
-        self._command, self._tasks = list(command), tasks
+        self._command, self.own_tasks = list(command), tasks
         self._reward_file, self._log_dir = reward_file, log_dir
         self._score = None if score is None else shlex.split(score)
         self._running: set[int] = set()  # process groups
         self._signalled: set[int] = set()  # those of them that got a signal of ours, and have their grace
 
     def tasks(self, seed: int) -> Iterator[ProgramTask]:
-        return cycle(self._tasks)
+        return cycle(self.own_tasks)
 
     def task_of(self, task_id: str, data: Mapping[str, Any]) -> ProgramTask:
         return ProgramTask(task_id, data)

@@ -8,14 +8,13 @@ may have begun a turn, and a session must not have a turn twice: only with a key
 from __future__ import annotations
 
 import asyncio
-import random
-import ssl
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import openai
+
+from protos.retries import Backoff, refused_tls
 
 FULL_STATUS = 429
 RETRIED_STATUSES = frozenset({FULL_STATUS, 503})
@@ -23,8 +22,6 @@ PROXY_STATUSES = frozenset({502, 504})
 """What a proxy answers that got none."""
 NEVER_CONNECTED = frozenset({"ConnectError", "ConnectTimeout"})
 """Names of exceptions: the HTTP library that raises them depends on the version of the OpenAI client."""
-NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
-"""OpenSSL's names, by release, for an answer to the handshake that is none of TLS."""
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.25, 8.0
 
 T = TypeVar("T")
@@ -42,16 +39,8 @@ def not_begun(error: openai.APIError) -> NotBegun | None:
     if isinstance(error, openai.APIStatusError) and error.status_code in RETRIED_STATUSES:
         return NotBegun(parse_retry_after_s(error.response.headers.get("retry-after")))
     if isinstance(error, openai.APIConnectionError) and type(error.__cause__).__name__ in NEVER_CONNECTED:
-        return None if _is_wrong_tls(error) else NotBegun(None)
+        return None if refused_tls(error) else NotBegun(None)
     return None
-
-
-def _is_wrong_tls(error: BaseException | None) -> bool:
-    """Whether the handshake fails every time: a certificate that is refused, or no TLS at all. A class of the HTTP
-    library and one of its transport stand before OpenSSL's."""
-    while error is not None and not isinstance(error, ssl.SSLError):
-        error = error.__cause__ or error.__context__
-    return isinstance(error, ssl.SSLCertVerificationError) or (error is not None and error.reason in NO_TLS)
 
 
 def _is_lost(error: openai.APIError) -> bool:
@@ -78,7 +67,6 @@ async def with_retries(
     *,
     patience_s: float,
     on_retry: Callable[[openai.APIError, float], None],
-    rng: random.Random,
     repeatable: bool = False,
     limited: bool = False,
 ) -> T:
@@ -88,24 +76,18 @@ async def with_retries(
     `repeatable`: it may have been begun, because sent twice it has the effect of once. `limited`: the caller limits
     the time of the whole, so a server that is full is waited for without regard to the patience: it is not away.
     """
-    deadline: float | None = None  # begins with the first failure: a try may take longer than the patience
-    backoff_s = BACKOFF_MIN_S
+    backoff = Backoff(BACKOFF_MIN_S, BACKOFF_MAX_S, patience_s)
     while True:
         try:
             return await request()
         except openai.APIError as error:
             again = not_begun(error)
-            if again is None and repeatable and _is_lost(error) and not _is_wrong_tls(error):
+            if again is None and repeatable and _is_lost(error) and not refused_tls(error):
                 again = NotBegun(None)
             if again is None:
                 raise
-            wait_s = backoff_s * rng.uniform(0.5, 1.0) if again.retry_after_s is None else again.retry_after_s
-            if limited and _is_full(error):
-                deadline = None
-            else:
-                deadline = time.monotonic() + patience_s if deadline is None else deadline
-                if time.monotonic() + wait_s > deadline:
-                    raise
+            wait_s = backoff.pause_s(again.retry_after_s or 0.0, limited=limited and _is_full(error))
+            if wait_s is None:
+                raise
             on_retry(error, wait_s)
         await asyncio.sleep(wait_s)
-        backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)

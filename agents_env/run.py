@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,21 +18,29 @@ import click
 
 from agents_env.environment import Environment, PooledEnvironment
 from agents_env.failures import RunFailed
-from agents_env.options import RunOptions
+from agents_env.options import RunOptions, TasksOptions, starting
 from agents_env.programs import Programs
 from agents_env.runner import Plan, Runner
 from agents_env.runner.journal import Journal
 from agents_env.runner.progress import describe, show_live, show_log
 from agents_env.runner.sources import OwnTasks, PoolTasks, Source
 from agents_env.server import Server
-from agents_env.telemetry import serving_metrics, setup_logging
+from agents_env.telemetry import serving_metrics
 from protos import terminal
+from protos.errors import LaminarError
+from protos.process import setup_logging, write_ready_file
 
 log = logging.getLogger("agents-env")
 
 
 def start(environment: Environment[Any], options: RunOptions) -> None:
+    if isinstance(environment, Programs):
+        options = replace(options, groups=len(environment.own_tasks))
     run_to_end(_roll_out(environment, options), options.log_level, options.log_format)
+
+
+run_options = starting(RunOptions, start)
+"""Adds the options of `run` to an environment's command, which gets `start`."""
 
 
 def run_to_end(work: Any, log_level: str, log_format: str = "text") -> Any:
@@ -42,7 +50,7 @@ def run_to_end(work: Any, log_level: str, log_format: str = "text") -> Any:
         logging.getLogger(library).setLevel(logging.WARNING)  # a line for every request otherwise
     try:
         return asyncio.run(work)
-    except (RunFailed, OSError) as error:
+    except (RunFailed, LaminarError, OSError) as error:
         log.error("%s", error)
         sys.exit(1)
 
@@ -76,7 +84,8 @@ async def _roll_out(environment: Environment[Any], options: RunOptions) -> None:
             async with _source(environment, server, plan, options, journal) as source:
                 runner = Runner(environment, server, plan, out=out, source=source, journal=journal)
                 metrics = files.enter_context(serving_metrics(options.metrics_port, runner.statistics))
-                _write_ready_file(options.ready_file, plan, metrics)
+                served = {} if metrics is None else {"metrics": metrics}
+                write_ready_file(options.ready_file, {"run_id": plan.run_id, **served})
                 log.info("rolling out %s against %s: %s", environment.name, server.root, plan)
                 await shown(runner, stop, f"agents-env {environment.name}")
             end = runner.statistics()
@@ -140,19 +149,9 @@ def opened(path: Path | None) -> contextlib.AbstractContextManager[TextIO | None
     return path.open("a", buffering=1)
 
 
-def _write_ready_file(path: Path | None, plan: Plan, metrics: str | None) -> None:
-    """Writes `{"pid": ..., "run_id": ...}`, and where metrics are served, at once: readers never see half of it."""
-    if path is None:
-        return
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    served = {} if metrics is None else {"metrics": metrics}
-    scratch.write_text(json.dumps({"pid": os.getpid(), "run_id": plan.run_id, **served}))
-    os.replace(scratch, path)
-
-
-def print_tasks(environment: Environment[Any], *, count: int, seed: int) -> None:
+def print_tasks(environment: Environment[Any], options: TasksOptions) -> None:
     """Prints own tasks as rows of a prompt pool, one JSON object a line, with the id as column `id`."""
     if not isinstance(environment, PooledEnvironment):
         raise click.UsageError(f"environment {environment.name} cannot read tasks of a prompt pool")
-    for task in islice(environment.tasks(seed), count):
+    for task in islice(environment.tasks(options.seed), options.count):
         click.echo(json.dumps({"id": task.task_id, **environment.data_of(task)}))

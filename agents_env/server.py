@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import secrets
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import httpx
 import openai
+from msgspec import Meta
 from openai.types.chat import (
     ChatCompletionFunctionToolParam,
     ChatCompletionMessage,
@@ -84,9 +84,11 @@ def certificates() -> ssl.SSLContext:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    model: str
-    temperature: float = 1.0
-    top_p: float = 1.0
+    model: Annotated[str, "The model's name at the gateway."] = "policy"
+    temperature: Annotated[float, Meta(ge=0), "Temperature of sampling; 0: greedy."] = 1.0
+    top_p: Annotated[
+        float, Meta(gt=0, le=1), "Sample from the likeliest tokens that have this probability together; 1: from all."
+    ] = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,6 @@ class Server:
         self._sessions = sessions
         self._has_opened = False
         self._patience_s = patience_s
-        self._rng = random.Random()  # jitter of retries only
         self._wait = (0.0, "")  # until when the last reason for a wait counts
         certificates()  # else OpenAI's client, which reads them by itself, fails half made and names no file
         self._openai = openai.AsyncOpenAI(
@@ -186,7 +187,7 @@ class Server:
                 raise
 
         try:
-            answer = await with_retries(models, patience_s=self._patience_s, on_retry=lambda _, __: None, rng=self._rng)
+            answer = await with_retries(models, patience_s=self._patience_s, on_retry=lambda _, __: None)
         except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
             what = "asks for an API key" if self._openai.api_key == NO_KEY else "refuses the key"
             raise RunFailed(
@@ -299,7 +300,6 @@ class Server:
             with_retries,
             patience_s=self._patience_s,
             on_retry=self._waits_of(session.usage, tell),
-            rng=self._rng,
             repeatable=self._sessions,
             limited=self._sessions,
         )
@@ -344,7 +344,6 @@ class Server:
                 send,
                 patience_s=self._patience_s,
                 on_retry=self._waits_of(usage),
-                rng=self._rng,
                 repeatable=repeatable,
             )
         except openai.APIError as error:

@@ -35,7 +35,7 @@ import httpx
 
 from agents_env.failures import RunFailed
 from agents_env.server import GATEWAY_HEADER, NO_KEY, api_key, certificates, programs_environment
-from agents_env.telemetry import setup_logging
+from protos.process import setup_logging
 
 log = logging.getLogger("agents-env")
 

@@ -166,6 +166,12 @@ def config_from(config: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     return config(**given)
 
 
+def config_names(config: type) -> Iterator[str]:
+    """The names by which the command line's values have the options of `config_options`."""
+    for field in _fields(config):
+        yield from config_names(field.hint) if _is_config(field.hint) else (field.name,)
+
+
 def _is_config(hint: Any) -> bool:
     return is_dataclass(hint)
 

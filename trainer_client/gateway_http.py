@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -38,14 +37,13 @@ from protos.errors import (
     VersionUnknown,
     WrongServer,
 )
+from protos.retries import Backoff, refused_tls
 
 log = logging.getLogger(__name__)
 
 ADDRESS = "pass the URL that `gateway serve` prints, such as http://127.0.0.1:8080"
 WRONG_SERVER = "is another server listening there? `gateway serve` prints its URL"
 CERTIFICATES = "SSL_CERT_FILE names a file with the certificates of the CAs to trust"
-NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"})
-"""OpenSSL's names, by release, for an answer to the handshake that is none of TLS."""
 
 PATIENCE_S = 60.0
 """How long a request is sent again while nobody answers: the server may be starting, or starting again."""
@@ -111,29 +109,23 @@ class Retry:
         self.presence = presence
         """Of the gateway that the next try goes to."""
         self._patience_s = patience_s
-        self._deadline: float | None = None
-        self._pause_s = RETRY_FIRST_S
+        self._backoff = Backoff(RETRY_FIRST_S, RETRY_MAX_S, patience_s)
 
     def pause_s(self, error: Unavailable | OutOfCapacity | VersionUnknown) -> float:
         """Seconds until the next try, since this one ended with `error`; raises it when the patience is at its end, and
         at once when another server answers where the right one never did. Once it did, a proxy may answer for it."""
         if isinstance(error, WrongServer) and not self.presence.seen:
             raise error
-        wait_s = max(self._pause_s, getattr(error, "retry_after_s", 0.0)) * (1 + 0.25 * _jitter.random())
-        now = time.monotonic()
-        self._deadline = now + self._patience_s if self._deadline is None else self._deadline
-        if now + wait_s > self._deadline:
+        wait_s = self._backoff.pause_s(getattr(error, "retry_after_s", 0.0))
+        if wait_s is None:
             raise error
         if isinstance(error, Unavailable):
             self.failed = True
             self.presence.away(error, self._patience_s)
         if isinstance(error, OutOfCapacity):
             self.presence.full(error)
-        self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
         return wait_s
 
-
-_jitter = random.Random()  # of pauses only
 
 T = TypeVar("T")
 
@@ -212,10 +204,13 @@ def _no_http(url: str, error: Exception) -> WrongServer:
 
 def _refuse_tls(url: str, error: BaseException | None) -> None:
     """WrongServer for a failed handshake that fails every time; InvalidRequest where no certificates can be read."""
-    if isinstance(error, ssl.SSLCertVerificationError):
+    refused = refused_tls(error)
+    if isinstance(refused, ssl.SSLCertVerificationError):
         _certificates()  # a client that could not read them trusts nobody
-        raise WrongServer(f"the certificate of {url} is refused: {error.verify_message}", hint=CERTIFICATES) from error
-    if isinstance(error, ssl.SSLError) and error.reason in NO_TLS:
+        raise WrongServer(
+            f"the certificate of {url} is refused: {refused.verify_message}", hint=CERTIFICATES
+        ) from error
+    if refused is not None:
         raise WrongServer(f"what answers at {url} speaks no TLS", hint="begin the URL with http://") from error
 
 

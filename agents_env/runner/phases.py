@@ -19,9 +19,12 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from agents_env.environment import Chat, Message, Reply, Tool
+from protos.options import Flag
 
 Phase = Literal["reset", "model", "tool", "score"]
 
@@ -30,10 +33,24 @@ Phase = Literal["reset", "model", "tool", "score"]
 class PhaseLimits:
     """Seconds. A model call's time includes its wait for a server that is full or away."""
 
-    reset_s: float = 120.0
-    model_s: float = 900.0
-    tool_s: float = 600.0
-    score_s: float = 300.0
+    reset_s: Annotated[
+        float,
+        Meta(gt=0),
+        Flag("--reset-timeout-s"),
+        "Limit of a rollout's beginning, up to its first model call.",
+    ] = 120.0
+    model_s: Annotated[
+        float, Meta(gt=0), Flag("--model-timeout-s"), "Limit of one model call, with its wait for a full server."
+    ] = 900.0
+    tool_s: Annotated[
+        float,
+        Meta(gt=0),
+        Flag("--tool-timeout-s"),
+        "Limit of what happens between two model calls, or after the last.",
+    ] = 600.0
+    score_s: Annotated[
+        float, Meta(gt=0), Flag("--score-timeout-s"), "Limit of the scoring, in environments that mark it."
+    ] = 300.0
 
     def of(self, phase: Phase) -> float:
         return {"reset": self.reset_s, "model": self.model_s, "tool": self.tool_s, "score": self.score_s}[phase]

@@ -22,8 +22,8 @@ from agents_env.runner.journal import Journal
 from agents_env.runner.phases import Phases, PhaseTimedOut
 from agents_env.runner.plan import Plan, Sample, UnfitTask
 from agents_env.runner.records import Failure, Record, Statistics, Status, Tally
+from agents_env.runner.seats import GatewaySeats
 from agents_env.runner.sources import OwnTasks, Source
-from agents_env.seats import GatewaySeats
 from agents_env.server import Server, Session, SessionSpec, Usage
 
 log = logging.getLogger("agents-env")

@@ -15,11 +15,9 @@ from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry
 from prometheus_client import Metric as Family
 
+import agents_env.telemetry
 import gateway.operate.metrics
 import paramserver.daemon.metrics
-from agents_env.runner.records import Tally
-from agents_env.telemetry import METRICS as OF_RUNNER
-from agents_env.telemetry import RunnerMetrics
 from deploy.reference import markdown
 from deploy.reference.markdown import code, prose, table
 from protos.telemetry.metrics import Callback, Metric, add_instrument
@@ -64,13 +62,6 @@ def rows(metrics: Iterable[Metric[Any]]) -> Iterator[tuple[str, ...]]:
         yield _row(family, metric.labels, metric.unit, code(metric.needs) if metric.needs else "")
 
 
-def runner_rows() -> Iterator[tuple[str, ...]]:
-    registry = CollectorRegistry()
-    registry.register(RunnerMetrics(Tally().statistics))
-    for metric, family in zip(OF_RUNNER, registry.collect(), strict=True):
-        yield _row(family, metric.labels, metric.unit)
-
-
 def process_rows() -> Iterator[tuple[str, ...]]:
     """Of the client library's own collectors, on Linux."""
     for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
@@ -93,7 +84,7 @@ def page() -> str:
         table(HEAD, rows(gateway.operate.metrics.METRICS)),
         "## Runner",
         RUNNER,
-        table(HEAD, runner_rows()),
+        table(HEAD, rows(agents_env.telemetry.METRICS)),
         "## Process",
         PROCESS,
         table(HEAD, process_rows()),

@@ -27,7 +27,7 @@ from agents_env.environments.nim import (
 )
 from agents_env.runner import Plan, Runner
 from agents_env.runner.phases import PhaseLimits, Phases
-from agents_env.seats import GatewaySeats
+from agents_env.runner.seats import GatewaySeats
 from agents_env.server import Sampling, Server, SessionSpec
 from tests.unit.agents_env.scripted_chat import ScriptedChat
 from tests.unit.agents_env.scripted_server import serving

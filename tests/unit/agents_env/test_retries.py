@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -75,7 +74,7 @@ async def send(request: Callable[[], Awaitable[str]], patience_s: float) -> tupl
         nonlocal retries
         retries += 1
 
-    answer = await with_retries(request, patience_s=patience_s, on_retry=count, rng=random.Random(0))
+    answer = await with_retries(request, patience_s=patience_s, on_retry=count)
     return answer, retries
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from agents_env.failures import RunFailed
 from agents_env.runner.records import Tally
-from agents_env.telemetry import METRICS, serving_metrics, setup_logging
+from agents_env.telemetry import METRICS, serving_metrics
+from protos.process import setup_logging
 
 
 @pytest.fixture(autouse=True)

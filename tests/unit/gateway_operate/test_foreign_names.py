@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -169,26 +168,11 @@ def test_an_error_that_ends_a_command() -> None:
     check(CliRunner().invoke(failing).output)
 
 
-def test_the_log_of_a_runner(capsys: pytest.CaptureFixture[str]) -> None:
-    from agents_env.telemetry import setup_logging
-
-    root = logging.getLogger()
-    before = root.handlers[:]
-    root.handlers.clear()
-    try:
-        setup_logging("info", "text")
-        logging.getLogger("agents-env").error("%s", EVIL)
-    finally:
-        root.handlers[:] = before
-    check(capsys.readouterr().err)
-
-
 PRINTING = re.compile(r"\b(Text|Console|click\.echo|click\.ClickException|basicConfig)\(")
 PLACES = {
     "protos/terminal.py": "the one place",
     "protos/findings.py": "a coloured word before `one_line`",
     "protos/process.py": "the log of daemons, by `OneLine`",
-    "agents_env/telemetry.py": "that of runners, by `OneLine`",
     "agents_env/cli.py": "names of its own commands",
     "agents_env/run.py": "JSON, in ASCII",
     "agents_env/session_view.py": "JSON, in ASCII",
