@@ -198,7 +198,7 @@ class AsyncPublisher(AsyncClient):
         if self._looking is None and self._rank.index == 0:
             # Nobody waits for it but `close`: a relay that is away has as long as others take to answer.
             self._looking = asyncio.create_task(self._tell_if_unwatched(), name="look-for-watchers")
-        with self._relay.doubts.while_unknown(Doubt(ticket), VersionLost):
+        with self._relay.doubts.while_unknown(Doubt(ticket.data), VersionLost):
             await wait_for(ticket, arguments.wait, arguments.timeout_s)
 
     async def _tell_if_unwatched(self) -> None:
@@ -217,13 +217,13 @@ class AsyncPublisher(AsyncClient):
     def state_dict(self) -> dict[str, Any]:
         """See `Publisher.state_dict`."""
         doubt = self._relay.doubts.newest(self.model)
-        return self.state.state_dict(None if doubt is None else doubt.ticket.data)
+        return self.state.state_dict(None if doubt is None else doubt.ticket)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Publisher.load_state_dict`."""
         in_doubt = self.state.load(state)
         if in_doubt is not None:
-            self._relay.doubts.add(Doubt(self.ticket(in_doubt)))
+            self._relay.doubts.add(Doubt(in_doubt))
 
     def _version(self, step: int, tied: Mapping[str, str], arguments: PublishArguments, rank: Rank) -> VersionOptions:
         return {

@@ -9,7 +9,7 @@ from paramserver.client.announced import VersionOptions
 from paramserver.client.checkpoint import Checkpoint, Files, plain_files, read_checkpoint
 from paramserver.client.claims import EtcdClaims
 from paramserver.client.commits import published, settled
-from paramserver.client.doubts import Doubt
+from paramserver.client.doubts import Doubt, TicketData
 from paramserver.client.engines import watch_engines
 from paramserver.client.publisher import publish
 from paramserver.client.relay import (
@@ -26,7 +26,7 @@ from paramserver.client.relay import (
 )
 from paramserver.client.sources import FileSource, TensorSource
 from paramserver.client.streamed import StreamedVersion, join_stream, open_stream
-from paramserver.client.ticket import Ticket, TicketData
+from paramserver.client.ticket import Ticket
 from paramserver.core.layout import DTYPES, PLAIN, FileLayout, TensorSpec
 from paramserver.core.lineage import Lineage, Origin
 from paramserver.core.records import ChunkMap, Rank, RegisteredEngine

@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from paramserver.client.announced import MASTER_WAIT_S, RETRY_S, Replaced, origin_of, unless_replaced
-from paramserver.client.doubts import Doubt
+from paramserver.client.doubts import Doubt, TicketData
 from paramserver.client.relay import RelayClient
 from paramserver.client.ticket import Ticket
 from paramserver.core.records import Epoch, FileSpec, Manifest, part_root, version_root
@@ -48,7 +48,7 @@ async def committed(
     ticket = Ticket(
         relay, request.model, opened.version, request.run, request.step, opened.epoch, tuple(opened.warnings)
     )
-    doubt = Doubt(ticket, commit)
+    doubt = Doubt(ticket.data, commit)
     with relay.doubts.while_unknown(doubt, LaminarError):
         await _commit(relay, master, doubt)
     relay.lineages[request.model].saw(origin_of(opened), opened.version)
@@ -61,7 +61,7 @@ async def settled(relay: RelayClient, model: str, step: int) -> Ticket | None:
     InDoubt while that cannot be known. A doubt about another step is dropped: nobody will publish that one again.
     """
     for other in relay.doubts.drop_ended(model, but=step):
-        log.warning("%r stays in doubt: step %d is published", other.ticket, step)
+        log.warning("%r stays in doubt: step %d is published", Ticket.of(relay, other.ticket), step)
     doubt = relay.doubts.of(model, step)
     if doubt is None:
         return None
@@ -73,7 +73,7 @@ async def settled(relay: RelayClient, model: str, step: int) -> Ticket | None:
         return None
     log.warning("step %d of %s is published already, as version %d", step, model, doubt.ticket.version)
     relay.doubts.end(doubt)
-    return doubt.ticket
+    return Ticket.of(relay, doubt.ticket)
 
 
 async def published(relay: RelayClient, model: str, step: int, runs: Collection[str]) -> Ticket | None:
@@ -127,7 +127,7 @@ async def _has_committed(relay: RelayClient, master: RelayClient, doubt: Doubt) 
     except (Unavailable, NotFound) as error:  # NotFound: of an older relay, between a master's death and an election
         return _unknown_yet(ticket, error)
     try:
-        stage = await ticket.stage_at(newer)
+        stage = await Ticket.of(relay, ticket).stage_at(newer)
     except NotFound as error:
         raise StaleEpoch(f"the master that knew of version {ticket.version} is gone: {error}") from error
     except Unavailable as error:
@@ -137,7 +137,7 @@ async def _has_committed(relay: RelayClient, master: RelayClient, doubt: Doubt) 
     return stage != "copied"
 
 
-def _unknown_yet(ticket: Ticket, error: LaminarError) -> bool:
+def _unknown_yet(ticket: TicketData, error: LaminarError) -> bool:
     log.info("the outcome of version %d of %s is not known yet: %s", ticket.version, ticket.model, error)
     return False
 

@@ -12,20 +12,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from protos.errors import InDoubt, LaminarError
 from protos.laminar.v1 import relay_pb2 as pb
 
-if TYPE_CHECKING:
-    from paramserver.client.ticket import Ticket
+
+class TicketData(msgspec.Struct, frozen=True):
+    """What a ticket is made of: a process that did not publish the version can follow it, too."""
+
+    model: str
+    version: int
+    run: str
+    step: int
+    store_id: str
+    revision: int
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Doubt:
     """A version whose outcome is not known."""
 
-    ticket: Ticket
+    ticket: TicketData
     commit: pb.CommitRequest | None = None  # to be sent again; None: it was taken, or another process sent it
 
     @property

@@ -10,8 +10,7 @@ import asyncio
 import logging
 from typing import cast
 
-import msgspec
-
+from paramserver.client.doubts import TicketData
 from paramserver.client.relay import RelayClient, refused_loads
 from paramserver.core.refused_loads import RefusedLoad
 from paramserver.core.ticket_status import Stage
@@ -21,18 +20,6 @@ from protos.laminar.v1 import relay_pb2 as pb
 log = logging.getLogger(__name__)
 
 QUERY_WAIT_S = 5.0  # one query waits this long at the relay, so that a dead relay is noticed
-
-
-class TicketData(msgspec.Struct, frozen=True):
-    """What a ticket is made of: a process that did not publish the version can follow it, too."""
-
-    model: str
-    version: int
-    run: str
-    step: int
-    store_id: str
-    revision: int
-    warnings: tuple[str, ...] = ()
 
 
 class Ticket:

@@ -82,7 +82,7 @@ async def test_a_doubt_about_a_version_that_does_not_exist_is_published_again(re
         }
         publisher.load_state_dict({**publisher.state_dict(), "in_doubt": unknown})
         assert (await publisher.publish(W, step=1, wait="sealed")).version == 1
-        publisher._relay.doubts.add(Doubt(publisher.ticket((await publisher.publish(W, step=1)).data)))
+        publisher._relay.doubts.add(Doubt((await publisher.publish(W, step=1)).data))
         assert (await publisher.publish(W, step=3, wait="sealed")).version == 3, "another step is another version"
 
 

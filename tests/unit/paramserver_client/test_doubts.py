@@ -9,9 +9,8 @@ import pytest
 
 from paramserver.client import commits
 from paramserver.client.commits import settled
-from paramserver.client.doubts import Doubt, Doubts
+from paramserver.client.doubts import Doubt, Doubts, TicketData
 from paramserver.client.relay import RelayClient
-from paramserver.client.ticket import Ticket
 from protos.errors import InDoubt, LaminarError, NotFound, Unavailable, VersionLost
 
 
@@ -36,14 +35,14 @@ async def test_between_a_master_and_the_next_nothing_is_published_again(
     monkeypatch.setattr(commits, "MASTER_WAIT_S", 0.05)
     monkeypatch.setattr(commits, "RETRY_S", 0.01)
     relay: Any = WithoutMaster(refusal)
-    relay.doubts.add(Doubt(Ticket(relay, "policy", 1, "job", 7, None)))
+    relay.doubts.add(Doubt(TicketData("policy", 1, "job", 7, "", 0)))
     with pytest.raises(InDoubt, match="publish step 7 again"):
         await settled(relay, "policy", 7)
     assert relay.doubts.of("policy", 7) is not None
 
 
 def doubt(step: int) -> Doubt:
-    return Doubt(Ticket(cast(RelayClient, None), "policy", step, "job", step, None))
+    return Doubt(TicketData("policy", step, "job", step, "", 0))
 
 
 def test_publishes_that_run_side_by_side_keep_their_own_doubts() -> None:
