@@ -11,16 +11,18 @@ time, mostly for its pieces of 64 KiB.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import logging
 import math
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import h11
 import httpx
 import msgspec
 import numpy as np
@@ -53,13 +55,8 @@ FULL_LOG_S = 60.0
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
 """Between two tries: each pause is twice the one before, up to the second number."""
 
-HEAD_BYTES = 1 << 16
-"""Read at once until an answer's head is complete, and of a body that does not give its length."""
-_EVENTS = (h11.InformationalResponse, h11.Response, h11.Data, h11.EndOfMessage)
-"""Those of an answer; the others mean that h11 waits for more, or for nothing any more."""
-
-_CUT = "peer closed connection"
-"""How h11 begins its error for a body that ends too soon; it has one class for all."""
+_CUT = ("peer closed connection", "Server disconnected")
+"""How httpx begins its errors for an answer that ends too soon, or does not come; it has one class for all."""
 
 
 def root_of(gateway: str) -> str:
@@ -198,7 +195,7 @@ def _certificates() -> ssl.SSLContext:
         raise InvalidRequest(f"SSL_CERT_FILE cannot be read: {error}", hint=CERTIFICATES) from error
 
 
-def _no_http(url: str, error: Exception) -> WrongServer:
+def _no_http(url: str, error: object) -> WrongServer:
     return WrongServer(f"what answers at {url} speaks no HTTP/1.1: {error}", hint=WRONG_SERVER)
 
 
@@ -214,7 +211,7 @@ def _refuse_tls(url: str, error: BaseException | None) -> None:
         raise WrongServer(f"what answers at {url} speaks no TLS", hint="begin the URL with http://") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def named_errors(http: httpx.AsyncClient | httpx.Client, url: str) -> Iterator[None]:
     """Errors of httpx in a request to the gateway at `url`, as LaminarError."""
     try:
@@ -222,10 +219,8 @@ def named_errors(http: httpx.AsyncClient | httpx.Client, url: str) -> Iterator[N
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise InvalidRequest(f"gateway address {url!r}: {error}", hint=ADDRESS) from error
     except httpx.TransportError as error:
-        cause = error.__cause__  # httpcore's; its context is OpenSSL's, or h11's unless it ended before a head
-        broken = None if cause is None else cause.__context__
-        _refuse_tls(url, broken)
-        if isinstance(broken, h11.RemoteProtocolError) and not str(broken).startswith(_CUT):
+        _refuse_tls(url, error)
+        if isinstance(error, httpx.RemoteProtocolError) and not str(error).startswith(_CUT):
             raise _no_http(url, error) from error
         reason = str(error) or type(error).__name__
         raise Unavailable(f"no answer from the gateway at {url}: {reason}", hint=ADDRESS) from error
@@ -247,141 +242,95 @@ async def download(
         raise InvalidRequest(f"gateway address {url!r}: {error}", hint=ADDRESS) from error
     if target.scheme not in ("http", "https") or not target.host:
         raise InvalidRequest(f"gateway address {url!r} begins with neither http:// nor https://", hint=ADDRESS)
-    answer = _Answer()
-    failed: type[Unavailable] = Unavailable
+    headers = {"Accept": accept, "Content-Type": "application/json", "Connection": "close", **(credentials or {})}
+    exchange = _Exchange(target, timeout_s)
     try:
-        async with asyncio.timeout(timeout_s) as limit:
-            loop = asyncio.get_running_loop()
-            exchange = _Exchange(
-                h11.Request(
-                    method="POST", target=target.raw_path, headers=_headers(target, body, accept, credentials or {})
-                ),
-                body,
-                answer,
-                moved=lambda: limit.reschedule(loop.time() + timeout_s),
-            )
-            secure = _certificates() if target.scheme == "https" else None
-            port = target.port or (80 if secure is None else 443)
-            await loop.create_connection(lambda: exchange, target.host, port, ssl=secure)
-            failed = NoAnswer
-            try:
-                await exchange.ended
-            finally:
-                exchange.close()  # also when the caller is cancelled: the gateway then gives the lease back
-    except h11.RemoteProtocolError as error:
-        if not answer.status:
-            raise _no_http(url, error) from error
-        raise NoAnswer(f"the answer of the gateway at {url} is broken: {error}", hint=ADDRESS) from error
-    except OSError as error:
+        answer = await exchange.answer(body, headers)
+    except (http.client.HTTPException, OSError) as error:
         _refuse_tls(url, error)
-        silent = isinstance(error, TimeoutError) and not str(error)
-        reason = f"it was silent for {timeout_s:g} s" if silent else str(error) or type(error).__name__
-        raise failed(f"no answer from the gateway at {url}: {reason}", hint=ADDRESS) from error
-    if not 200 <= answer.status < 300:
-        raise error_of(httpx.Response(answer.status, headers=answer.headers, content=bytes(answer.body)), url)
-    return answer.body.toreadonly()
+        raise _named(error, exchange, url, timeout_s) from error
+    if not answer.is_success:
+        raise error_of(answer, url)
+    return exchange.body.toreadonly()
 
 
-def _headers(target: httpx.URL, body: bytes, accept: str, credentials: Mapping[str, str]) -> list[tuple[str, str]]:
-    return [
-        ("Host", target.netloc.decode("ascii")),
-        ("Accept", accept),
-        ("Content-Type", "application/json"),
-        ("Content-Length", str(len(body))),
-        ("Connection", "close"),
-        *credentials.items(),
-    ]
+def _named(error: Exception, exchange: _Exchange, url: str, timeout_s: float) -> LaminarError:
+    cut = isinstance(error, http.client.RemoteDisconnected | http.client.IncompleteRead)
+    if isinstance(error, http.client.HTTPException) and not (cut or exchange.has_begun):
+        what = "illegal status line: " if isinstance(error, http.client.BadStatusLine) else ""
+        return _no_http(url, f"{what}{error}")
+    reason = f"it was silent for {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+    if cut:
+        reason = "it closed the connection before its answer ended"
+    kind = NoAnswer if exchange.is_connected else Unavailable
+    return kind(f"no answer from the gateway at {url}: {reason or type(error).__name__}", hint=ADDRESS)
 
 
-@dataclass(slots=True)
-class _Answer:
-    status: int = 0
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    body: memoryview = field(default_factory=lambda: memoryview(b""))
+class _Exchange:
+    """One request and its answer on a connection of its own, in a thread, since `http.client` blocks: it receives a
+    body of known length where that stays, with one copy."""
 
+    def __init__(self, target: httpx.URL, timeout_s: float) -> None:
+        secure = {"context": _certificates()} if target.scheme == "https" else {}
+        kind: Any = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        self._target = target
+        self._connection: http.client.HTTPConnection = kind(target.host, target.port, timeout=timeout_s, **secure)
+        self._left = False  # by the caller
+        self.is_connected = self.has_begun = False  # the second: its head has come
+        self.body = memoryview(b"")
 
-class _Exchange(asyncio.BufferedProtocol):
-    """One request and its answer on one connection. h11 reads the head, and the bodies that do not give their length;
-    a body of known length is received where it stays."""
+    async def answer(self, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+        """The answer's head, with the body of an error; any other is in `body`. A caller that is cancelled ends the
+        connection at once: the gateway then gives the lease back."""
+        ended: Future[httpx.Response] = Future()
+        ended.set_running_or_notify_cancel()  # so that the thread may set it, whoever was cancelled
 
-    def __init__(self, request: h11.Request, body: bytes, answer: _Answer, moved: Callable[[], None]) -> None:
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._answer, self._moved = answer, moved
-        self._http = h11.Connection(h11.CLIENT)
-        self._request = b"".join(
-            self._http.send(part) or b"" for part in (request, h11.Data(data=body), h11.EndOfMessage())
-        )
-        self._head = memoryview(bytearray(HEAD_BYTES))
-        self._pieces: list[bytes] = []
-        self._length: int | None = None  # of the body, if it is known
-        self._filled = 0
-        self._transport: Any = None  # asyncio.Transport, or uvloop's
+        def run() -> None:
+            try:
+                ended.set_result(self._exchange(body, headers))
+            except BaseException as error:  # noqa: BLE001  (it is raised where the answer is awaited)
+                ended.set_exception(error)
+            finally:
+                self._connection.close()
 
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        transport.write(self._request)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._head if self._length is None else self._answer.body[self._filled :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._moved()
-        if self._length is None:
-            self._feed(bytes(self._head[:nbytes]))
-        else:
-            self._filled += nbytes
-            if self._filled == self._length:
-                self._end()
-
-    def eof_received(self) -> None:
-        if self._length is None and self._answer.status:
-            self._feed(b"")  # the end of a body that gives no length
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_exception(error or ConnectionResetError("it closed the connection before its answer ended"))
-
-    def _feed(self, received: bytes) -> None:
-        if self.ended.done():
-            return
+        threading.Thread(target=run, name="download", daemon=True).start()
         try:
-            self._http.receive_data(received)
-            while isinstance(event := self._http.next_event(), _EVENTS):
-                self._take(event)
-        except h11.RemoteProtocolError as error:
-            self.ended.set_exception(error)
-            return
-        if self._length is not None:
-            self._receive_in_place(self._length)
+            return await asyncio.wrap_future(ended)
+        except asyncio.CancelledError:
+            self._left = True
+            self._leave()
+            raise
 
-    def _take(self, event: h11.Event) -> None:
-        if isinstance(event, h11.Response):
-            self._answer.status, self._answer.headers = event.status_code, list(event.headers)
-            length = dict(event.headers).get(b"content-length")
-            self._length = None if length is None else int(length)
-        elif isinstance(event, h11.Data):
-            self._pieces.append(bytes(event.data))
-        elif isinstance(event, h11.EndOfMessage):
-            self._answer.body = memoryview(b"".join(self._pieces))
-            self._end()
+    def _exchange(self, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+        self._connection.connect()
+        self.is_connected = True
+        if self._left:
+            self._leave()
+        self._connection.request("POST", self._target.raw_path.decode("ascii"), body, headers)
+        answer = self._connection.getresponse()
+        self.has_begun = True
+        self.body = _read(answer)
+        content = b"" if 200 <= answer.status < 300 else bytes(self.body)
+        return httpx.Response(answer.status, headers=answer.getheaders(), content=content)
 
-    def _receive_in_place(self, length: int) -> None:
-        """Takes over from h11, behind what came with the head."""
-        if self.ended.done():
-            return
-        begun = b"".join(self._pieces)
-        # Large arrays of numpy lie in huge pages: a `bytearray` of the size costs a page fault each 4 KiB.
-        self._answer.body = np.empty(length, np.uint8).data
-        self._answer.body[: len(begun)] = begun
-        self._filled = len(begun)
+    def _leave(self) -> None:
+        sock = self._connection.sock
+        if sock is not None:
+            with contextlib.suppress(OSError):  # the thread has closed it meanwhile
+                sock.shutdown(socket.SHUT_RDWR)
 
-    def _end(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
-            self.close()  # at once: no place is left to receive into
 
-    def close(self) -> None:
-        self._transport.abort()
+def _read(answer: http.client.HTTPResponse) -> memoryview:
+    """The body. IncompleteRead where it ends early."""
+    if answer.length is None:
+        return memoryview(answer.read())
+    # Large arrays of numpy lie in huge pages: a `bytearray` of the size costs a page fault each 4 KiB.
+    body, filled = np.empty(answer.length, np.uint8).data, 0
+    while filled < len(body):
+        if not (num := answer.readinto(body[filled:])):
+            raise http.client.IncompleteRead(b"", len(body) - filled)
+        filled += num
+    return body
 
 
 def error_of(answer: httpx.Response, url: str) -> LaminarError:
