@@ -1,4 +1,4 @@
-"""One connection to an engine: HTTP/1.1 as an asyncio protocol that parses event streams into events itself.
+"""One connection to an engine: HTTP/1.1 as an asyncio protocol, whose event streams become events as they are read.
 
 - it carries one request at a time, and serves the next one if its response was read to the end;
 - events that nobody took are bounded: beyond `EVENTS_WAITING_MAX` the socket is not read, and the engine waits;
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections import deque
 from collections.abc import Callable
 from typing import cast
+
+import httptools
 
 from gateway.engines import rounds, sockets
 from gateway.engines.base import StreamCut
@@ -29,10 +30,7 @@ EVENTS_WAITING_MAX = 512
 EVENT_BYTES_MAX = 4 << 20
 """One event's line: the first carries the prompt's ids."""
 HEAD_BYTES_MAX = 1 << 16
-"""Of a response's head, of a chunk's, and of the trailers."""
-LENGTH = re.compile(rb"[0-9]{1,15}")
-CHUNK_LENGTH = re.compile(rb"[0-9a-fA-F]{1,12}")
-"""Python's `int` accepts signs, spaces and underscores, too: a chunk of -7 bytes would be parsed again and again."""
+"""Of a response's head, of a chunk's, and of the trailers: beside the bytes of bodies, in a row."""
 READ_BYTES = 1 << 16
 """In one read of a socket that is read in batches."""
 ERROR_BYTES_MAX = 1 << 16
@@ -64,6 +62,7 @@ class Connection(asyncio.Protocol):
         self._fd: int | None = None  # of a socket that may be read in batches
         self._batched = False  # its socket is read there, not by its transport
         self._transport: asyncio.Transport
+        self._parser: httptools.HttpResponseParser
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._push: Push | None = None
@@ -72,12 +71,11 @@ class Connection(asyncio.Protocol):
         self._begin()
 
     def _begin(self) -> None:
-        self._received = b""  # not yet parsed: the head, or part of a chunk's header
+        self._other_bytes = 0  # since the last ones of a body
         self.status = 0
         self.content_type = ""
         self._passes = False  # bytes, not events
-        self._chunked = False
-        self._left: int | None = 0  # bytes of the body or chunk still to come; None: up to the end of the connection
+        self._has_length = False  # else its body ends with the connection
         self._keep_alive = True
         self._line = b""  # an event that is not whole yet
         self._error = b""
@@ -93,7 +91,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        return self._done and self._keep_alive and not self._lost and not self._received
+        return self._done and self._keep_alive and not self._lost
 
     def send(self, request: bytes, *, stall_timeout_s: float, passes: bool = False) -> None:
         self._begin()
@@ -210,15 +208,17 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._fd = plain_socket(self._transport)
+        self._parser = httptools.HttpResponseParser(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        del self._parser  # which holds this connection
         self._leave_batches()
         if self._ended is not None:
             self._ended()
         if self._done or self._cut is not None:  # the reason of a cut from this side stays
             return
-        if self.status and (self.status != 200 or (self._left is None and exc is None)):
+        if self.status and (self.status != 200 or not (self._has_length or exc is not None)):
             self._finish()  # an error's body that broke off is still an error
         else:
             self.cut(StreamCut("reset", f"{self._url} broke the stream: {exc or 'it closed the connection'}"))
@@ -226,19 +226,22 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received_at = self._loop.time()
         if self._done:  # unrequested bytes: the connection is not used again
-            self._received = data
+            self._keep_alive = False
             return
+        self._other_bytes += len(data)
         try:
-            if not self.status:
-                data = self._read_head(self._received + data)
-            if data:
-                if self._chunked:
-                    self._read_chunks(data)
-                else:
-                    self._read_body(data)
-        except ValueError as e:
-            self.cut(StreamCut("protocol", f"{self._url} does not speak HTTP as it should: {e}"))
-        self._wake()
+            self._parser.feed_data(data)
+            if self._other_bytes > HEAD_BYTES_MAX and not self._done:
+                raise ValueError("an endless head, chunk length or trailer")
+        except (httptools.HttpParserError, ValueError) as e:
+            self._keep_alive = False
+            if not self._done:  # else it is of bytes behind the response
+                why = e.__context__ if isinstance(e, httptools.HttpParserCallbackError) else e
+                self.cut(StreamCut("protocol", f"{self._url} does not speak HTTP as it should: {why}"))
+        if self._done:
+            self._finish()
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         """Resumes the waiting task, or hands the events over in its place.
@@ -286,80 +289,39 @@ class Connection(asyncio.Protocol):
         else:
             self._timer = self._loop.call_later(self._stall_timeout_s - silent_s, self._check_stall)
 
-    def _read_head(self, data: bytes) -> bytes:
-        """Parses the head; returns the bytes after it, or nothing while it is not whole."""
-        end = data.find(b"\r\n\r\n")
-        if end < 0:
-            if len(data) > HEAD_BYTES_MAX:
-                raise ValueError("an endless head")
-            self._received = data
-            return b""
-        self._received = b""
-        status_line, *lines = data[:end].split(b"\r\n")
-        version, status, *_ = status_line.split(b" ", 2)
-        if not version.startswith(b"HTTP/1."):
-            raise ValueError(f"a status line of {status_line[:40]!r}")
-        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
-        self._chunked = fields.get(b"transfer-encoding", b"").lower() == b"chunked"
-        length = fields.get(b"content-length")
-        self._left = 0 if self._chunked else None if length is None else _number(LENGTH, length, 10)
-        connection = fields.get(b"connection", b"").lower()
-        self._keep_alive = connection != b"close" and version != b"HTTP/1.0" and self._left is not None
-        self.content_type = fields.get(b"content-type", b"").decode("latin-1")
-        if not (200 <= int(status) <= 599 and (not self.content_type or self.content_type.isprintable())):
-            raise ValueError(f"a status of {status[:40]!r}, content of type {self.content_type[:40]!r}")
-        self.status = int(status)
-        if self._left == 0 and not self._chunked:
-            self._finish()
-        return data[end + 4 :]
+    # -- the parser's callbacks
 
-    def _read_body(self, data: bytes) -> None:
-        """A body with a Content-Length, or up to the connection's end."""
-        if self._left is None:
-            self._take(data)
-        else:
-            self._take(data[: self._left])
-            self._left -= len(data)
-            if self._left <= 0:
-                self._finish()
+    def on_message_begin(self) -> None:
+        if self._done:  # bytes behind the response
+            self._keep_alive = False
 
-    def _read_chunks(self, data: bytes) -> None:
-        """`_left` counts the bytes of a chunk that are still to come, with the line end after them."""
-        if self._received:
-            data, self._received = self._received + data, b""
-        at, size, left = 0, len(data), self._left or 0
-        while at < size:
-            if not left:
-                line_end = data.find(b"\r\n", at)
-                if line_end < 0:
-                    if size - at > HEAD_BYTES_MAX:
-                        raise ValueError("an endless chunk length")
-                    self._received = data[at:]
-                    break
-                line = data[at:line_end]
-                length = int(line, 16) if CHUNK_LENGTH.fullmatch(line) else _extended_length(line)
-                if length == 0:
-                    self._read_trailers(data[at:], line_end - at)
-                    break
-                at = line_end + 2
-                left = length + 2
-            end = at + left
-            if body := data[at : end - 2 if left > 2 else at]:
-                self._take(body)
-            left = end - size if end > size else 0
-            at = end
-        self._left = left
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._done or self.status:  # of the trailers
+            return
+        name = name.lower()
+        if name == b"content-type":
+            self.content_type = value.decode("latin-1")
+        elif name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked")):
+            self._has_length = True
 
-    def _read_trailers(self, data: bytes, line_end: int) -> None:
-        """Skips them. The response ends only after them: later bytes would belong to the next one."""
-        end = data.find(b"\r\n\r\n", line_end)
-        if end >= 0:
-            self._finish()
-            self._received = data[end + 4 :]
-        elif len(data) > HEAD_BYTES_MAX:
-            raise ValueError("endless trailers")
-        else:
-            self._received = data
+    def on_headers_complete(self) -> None:
+        if self._done:
+            return
+        status = self._parser.get_status_code()
+        if not (200 <= status <= 599 and (not self.content_type or self.content_type.isprintable())):
+            raise ValueError(f"a status of {status}, content of type {self.content_type[:40]!r}")
+        self.status = status
+
+    def on_body(self, body: bytes) -> None:
+        if not self._done:
+            self._other_bytes = 0
+            self._take(body)
+
+    def on_message_complete(self) -> None:
+        if not self._done:
+            self._done, self._keep_alive = True, self._parser.should_keep_alive()
+
+    # -- events and bytes of bodies
 
     def _take(self, body: bytes) -> None:
         if self._passes:
@@ -412,14 +374,3 @@ def plain_socket(transport: asyncio.Transport) -> int | None:
     if transport.get_extra_info("sslcontext") is not None:
         return None
     return int(transport.get_extra_info("socket").fileno())
-
-
-def _extended_length(line: bytes) -> int:
-    """Of a chunk whose length is followed by an extension, which is ignored."""
-    return _number(CHUNK_LENGTH, line.partition(b";")[0].rstrip(b" \t"), 16)
-
-
-def _number(form: re.Pattern[bytes], text: bytes, base: int) -> int:
-    if not form.fullmatch(text):
-        raise ValueError(f"a length of {text[:40]!r}")
-    return int(text, base)

@@ -428,7 +428,7 @@ async def test_a_connection_serves_again_while_its_last_answer_still_waits_for_a
         b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\nSet-Cookie: x\r\n\r\n",
         CHUNKED + b"-7\r\n",
         CHUNKED + b"5\r\n12345\r\n-7\r\n",
-        CHUNKED + b"ffffffffffffffff\r\n",
+        CHUNKED + b"fffffffffffffffff\r\n",
         CHUNKED + b"1" * (1 << 17),
     ],
 )
@@ -468,3 +468,12 @@ async def test_a_kept_connection_that_was_about_to_be_closed_costs_a_look_nothin
         with pytest.raises(StreamCut, match="broke the stream"):
             await made.get("/c", bytes_max=5)
         assert server.connections == 3, "a new connection that breaks is no kept one"
+
+
+@pytest.mark.parametrize("behind", [PAGE + b"again", b"no HTTP at all\r\n\r\n"])
+async def test_bytes_behind_an_answer_cost_its_connection_and_not_the_answer(behind: bytes) -> None:
+    server = Server([PAGE + b"hello" + behind], [PAGE + b"other"])
+    async with wire(server) as made:
+        assert (await made.get("/a", bytes_max=5))[:2] == (200, b"hello")
+        assert made.num_idle == 0
+        assert server.connections == 1
