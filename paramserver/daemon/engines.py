@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 from paramserver.config import RelayConfig
 from paramserver.core.records import RegisteredEngine
@@ -15,12 +15,18 @@ from protos.access.credentials import Credentials
 log = logging.getLogger(__name__)
 
 
-async def open_engine_ports(
-    config: RelayConfig, credentials: Credentials | None, stack: contextlib.AsyncExitStack
-) -> dict[str, EnginePort]:
+@contextlib.asynccontextmanager
+async def opened_engine_ports(
+    config: RelayConfig, credentials: Credentials | None
+) -> AsyncIterator[dict[str, EnginePort]]:
     """A port for each engine on loopback, by the engine's name; none without credentials."""
-    if credentials is None:
-        return {}
+    async with contextlib.AsyncExitStack() as stack:
+        yield {} if credentials is None else await _opened(config, credentials, stack)
+
+
+async def _opened(
+    config: RelayConfig, credentials: Credentials, stack: contextlib.AsyncExitStack
+) -> dict[str, EnginePort]:
     for engine in config.engines:
         if not engine.on_loopback:
             log.warning(

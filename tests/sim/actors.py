@@ -19,8 +19,8 @@ from paramserver.config import RelayConfig
 from paramserver.core.layout import TensorSpec, plan_layout
 from paramserver.core.notices import Notices
 from paramserver.core.records import Member
+from paramserver.daemon.memory import find_again
 from paramserver.daemon.parts import RelayParts
-from paramserver.daemon.process import find_again
 from paramserver.daemon.provider import SnapshotProvider
 from paramserver.daemon.service import RelayService
 from paramserver.data.publish import Image

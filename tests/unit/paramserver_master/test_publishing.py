@@ -34,9 +34,9 @@ from paramserver.core.records import (
     digest,
     version_root,
 )
+from paramserver.daemon.memory import find_again
 from paramserver.daemon.operations import Operations
 from paramserver.daemon.parts import RelayParts
-from paramserver.daemon.process import find_again
 from paramserver.daemon.service import RelayService
 from paramserver.data import fetch as data_fetch
 from paramserver.data.spill import Spill

@@ -21,7 +21,7 @@ import pytest
 
 from paramserver.core.notices import Notices
 from paramserver.core.records import Epoch, FileSpec, Manifest, Sealed, digest
-from paramserver.daemon.process import find_again
+from paramserver.daemon.memory import find_again
 from paramserver.memory import pool as pool_module
 from paramserver.memory import store as store_module
 from paramserver.memory import stored

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import socket
@@ -13,7 +12,7 @@ import pytest
 from paramserver.cli_views import show_status
 from paramserver.client.relay import EnginePortStatus
 from paramserver.config import EngineBeside, RelayConfig
-from paramserver.daemon.engines import open_engine_ports, registered
+from paramserver.daemon.engines import opened_engine_ports, registered
 from protos.access.credentials import Credentials
 from protos.errors import Conflict, InvalidRequest
 from tests.unit.paramserver_operate.test_views import STATUS
@@ -80,8 +79,7 @@ async def test_engines_on_loopback_are_registered_by_their_ports(fleet: Path, ca
         "embedded=http://10.0.0.1:80",
         credentials=fleet,
     )
-    async with contextlib.AsyncExitStack() as stack:
-        ports = await open_engine_ports(found, Credentials(fleet / "relay"), stack)
+    async with opened_engine_ports(found, Credentials(fleet / "relay")) as ports:
         assert list(ports) == ["r:8000", "r:30000"]
         engines = {one.name: one for one in registered(found, ports, "r:7070")}
         first, second = (ports[name].statistics().url for name in ports)
@@ -98,8 +96,8 @@ async def test_engines_on_loopback_are_registered_by_their_ports(fleet: Path, ca
 
 
 async def test_without_credentials_no_port_is_opened() -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        assert await open_engine_ports(config("vllm=http://127.0.0.1:8000"), None, stack) == {}
+    async with opened_engine_ports(config("vllm=http://127.0.0.1:8000"), None) as ports:
+        assert ports == {}
 
 
 async def test_a_port_that_is_taken_refuses_the_start_and_leaves_none_open(fleet: Path) -> None:
@@ -107,8 +105,8 @@ async def test_a_port_that_is_taken_refuses_the_start_and_leaves_none_open(fleet
         port = taken.getsockname()[1]
         found = config("vllm=http://127.0.0.1:1", f"vllm=http://127.0.0.1:2@{port}", credentials=fleet)
         with pytest.raises(Conflict, match=f"cannot listen on 127.0.0.1:{port} for an engine"):
-            async with contextlib.AsyncExitStack() as stack:
-                await open_engine_ports(found, Credentials(fleet / "relay"), stack)
+            async with opened_engine_ports(found, Credentials(fleet / "relay")):
+                raise AssertionError("one of them is taken")
 
 
 def test_the_status_shows_ports_with_what_they_refused(capsys: pytest.CaptureFixture[str]) -> None:
