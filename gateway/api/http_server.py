@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -25,6 +24,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
 from gateway.api.errors import Handler, TooSlow, error_bytes, error_headers, error_response, no_http
+from gateway.runtime.rounds import Rounds
 from protos.access.connections import Bound, Connections
 from protos.errors import LaminarError, OutOfCapacity
 
@@ -44,40 +44,12 @@ BACKLOG = 1024
 """Connections that wait in the kernel to be accepted; beyond that clients try again after a second."""
 
 
-class Turnstile:
-    """Lets one request begin in each round of the event loop, in the order of arrival.
-
-    That spreads all later steps, too: each follows its first step by as many rounds as those of other requests.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._turning = False  # a request began in this round
-
-    def take(self, let_in: Callable[[], None]) -> bool:
-        """True: the caller may begin now. False: `let_in` is called in a later round."""
-        if self._turning:
-            self._waiting.append(let_in)
-            return False
-        self._turning = True
-        self._loop.call_soon(self._next)
-        return True
-
-    def _next(self) -> None:
-        """A new round."""
-        self._turning = bool(self._waiting)
-        if self._waiting:
-            self._loop.call_soon(self._next)
-            self._waiting.popleft()()
-
-
 class _Connection(web.RequestHandler):
     """One client's connection."""
 
     __slots__ = ("_admission", "_body", "_head_due", "_held", "_refusal", "_rounds", "_silence_due")
 
-    def __init__(self, server: web.Server, *, rounds: Turnstile, admission: Admission, **kwargs: Any) -> None:
+    def __init__(self, server: web.Server, *, rounds: Rounds, admission: Admission, **kwargs: Any) -> None:
         super().__init__(server, **kwargs)
         self._admission = admission
         self._refusal: LaminarError | None = None  # this connection is one too many
@@ -244,7 +216,7 @@ class _Server(web.Server):
 
     def __init__(self, made: web.Server, admission: Admission) -> None:
         self.__dict__.update(made.__dict__)
-        self._rounds, self._admission = Turnstile(self._loop), admission
+        self._rounds, self._admission = Rounds(self._loop, share_s=0.0), admission
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, rounds=self._rounds, admission=self._admission, loop=self._loop, **self._kwargs)

@@ -6,7 +6,7 @@
 - a task that waits with `more(push)` is not woken for events: the callback that read them calls `push`. A stream's
   first events are handed over at once. Later ones are read in batches with other streams' (`gateway.engines.sockets`);
   where that is impossible, over TLS, they are handed over in one of the event loop's next rounds once this one is full
-  (`gateway.engines.rounds`).
+  (`gateway.runtime.rounds`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import cast
 
 import httptools
 
-from gateway.engines import rounds, sockets
+from gateway.engines import sockets
 from gateway.engines.base import StreamCut
+from gateway.runtime import rounds
 
 PASSED_WAITING_BYTES_MAX = 1 << 18
 """A few reads' worth: the client's pace limits a response that is passed on, not this."""

@@ -1,1 +1,1 @@
-"""What every room uses: clock, counters, shielded and supervised tasks. Imports no other room."""
+"""What every room uses: clock, counters, the loop's rounds, shielded and supervised tasks. Imports no other room."""

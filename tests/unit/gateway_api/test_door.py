@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from gateway.api import http_server
+from gateway.runtime.rounds import Rounds
 from tests.support import codecs
 from tests.support.turns import Script, ScriptedTurns, serving
 
@@ -141,7 +142,7 @@ async def test_of_a_request_that_waits_for_its_round_no_more_is_read(monkeypatch
     waiting: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
     async with serving(ScriptedTurns(lambda request: Script([2])), codecs.tiny()) as url:
         with monkeypatch.context() as busy:
-            busy.setattr(http_server.Turnstile, "take", lambda rounds, let_in: waiting.put_nowait(let_in))
+            busy.setattr(Rounds, "take", lambda rounds, let_in: waiting.put_nowait(let_in))
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
             writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
             async with asyncio.timeout(WAIT_S):

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.engines import http1, rounds, sockets
+from gateway.engines import http1, sockets
 from gateway.engines.base import StreamCut
 from gateway.engines.connections import Passed, Wire
 from gateway.engines.http1 import EVENTS_WAITING_MAX, PASSED_WAITING_BYTES_MAX, Refused
+from gateway.runtime import rounds
 from tests.support.scripted_engine import pass_time, until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.engines.rounds import SHARE_S, Rounds, of
+from gateway.runtime.rounds import SHARE_S, Rounds, of
 
 
 class Clock:
