@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from gateway.engines.base import StreamCut, Tls, system_tls
@@ -26,6 +27,14 @@ EVENTS_AT_ONCE_MAX = 32
 """Handed over together at most: between two batches the taker may ask to wait."""
 
 
+class Whole(NamedTuple):
+    """A response that was read to its end. `location`: where a redirect leads."""
+
+    status: int
+    body: bytes
+    location: str
+
+
 class Wire:
     """Connections for streams from one server. `stall_timeout_s`: silence for longer is a cut. `tls`: for https."""
 
@@ -34,7 +43,7 @@ class Wire:
         self._url = url
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._base = parts.path.rstrip("/")
+        self.base = parts.path.rstrip("/")
         self._tls = tls if parts.scheme == "https" else None
         common = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\n"
         self._head, self._passed_head = f"{common}Accept: text/event-stream\r\n", f"{common}Accept: */*\r\n"
@@ -61,7 +70,7 @@ class Wire:
         connection = self._idle_one() or await self._connect()
         self._busy.add(connection)
         try:
-            head = f"POST {self._base}{path} HTTP/1.1\r\n{self._head}{trace}Content-Length: {len(body)}\r\n\r\n"
+            head = f"POST {self.base}{path} HTTP/1.1\r\n{self._head}{trace}Content-Length: {len(body)}\r\n\r\n"
             connection.send(head.encode() + body, stall_timeout_s=self._stall_timeout_s)
             await connection.answered()
             events = Events(connection)
@@ -79,29 +88,39 @@ class Wire:
         """
         connection = self._idle_one() or await self._connect()
         self._busy.add(connection)
-        head = f"POST {self._base}{path} HTTP/1.1\r\n{self._passed_head}Content-Length: {len(body)}\r\n\r\n"
+        head = f"POST {self.base}{path} HTTP/1.1\r\n{self._passed_head}Content-Length: {len(body)}\r\n\r\n"
         connection.send(head.encode() + body, stall_timeout_s=stall_timeout_s, passes=True)
         return Passed(connection, self._release)
 
-    async def get(self, path: str, *, bytes_max: int) -> tuple[int, bytes]:
-        """A whole response: its status and its body. Raises StreamCut, and ValueError for a longer one.
+    async def get(self, path: str, *, bytes_max: int) -> Whole:
+        """A whole response. Raises StreamCut, and ValueError for one whose body is longer.
 
         A kept connection may break before the first byte, because the server was about to close it: then the GET is
         sent again on a new one.
         """
-        request = f"GET {self._base}{path} HTTP/1.1\r\n{self._get_head}\r\n".encode()
+        request = f"GET {path} HTTP/1.1\r\n{self._get_head}\r\n".encode()
         kept = self._idle_one()
         if kept is not None:
             try:
-                return await self._whole(kept, request, bytes_max)
+                return await self._whole(kept, request, bytes_max, self._stall_timeout_s)
             except StreamCut as e:
                 if e.reason != "reset" or kept.status:
                     raise
-        return await self._whole(await self._connect(), request, bytes_max)
+        return await self._whole(await self._connect(), request, bytes_max, self._stall_timeout_s)
 
-    async def _whole(self, connection: Connection, request: bytes, bytes_max: int) -> tuple[int, bytes]:
+    async def call(self, path: str, body: bytes | None, *, bytes_max: int, silence_s: float) -> Whole:
+        """A whole response to a POST on a connection of its own: vLLM closes one after a 500, so the next call on it
+        would fail, and a call that changes state must not be sent again. `silence_s`: as of a load, for long."""
+        kind = "" if body is None else "Content-Type: application/json\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\n{self._get_head}{kind}Content-Length: {len(body or b'')}\r\nConnection: close\r\n"
+        )
+        request = head.encode() + b"\r\n" + (body or b"")
+        return await self._whole(await self._connect(), request, bytes_max, silence_s)
+
+    async def _whole(self, connection: Connection, request: bytes, bytes_max: int, stall_timeout_s: float) -> Whole:
         self._busy.add(connection)
-        connection.send(request, stall_timeout_s=self._stall_timeout_s, passes=True)
+        connection.send(request, stall_timeout_s=stall_timeout_s, passes=True)
         answer = Passed(connection, self._release)
         try:
             status, _ = await answer.head()
@@ -110,7 +129,7 @@ class Wire:
                 body += some
                 if len(body) > bytes_max:
                     raise ValueError(f"an answer of more than {bytes_max} bytes")
-            return status, bytes(body)
+            return Whole(status, bytes(body), connection.location.decode("latin-1"))
         finally:
             answer.close()
 

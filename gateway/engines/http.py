@@ -11,10 +11,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
+from urllib.parse import urljoin, urlsplit
 
-import aiohttp
 import msgspec
-import yarl
 
 from gateway.engines.base import (
     CONTROL_TIMEOUT_S,
@@ -27,12 +26,13 @@ from gateway.engines.base import (
     Tls,
     system_tls,
 )
-from gateway.engines.connections import CONNECT_TIMEOUT_S, Events, Wire
+from gateway.engines.connections import Events, Wire
 from gateway.engines.http1 import Refused
 from protos.decoding import decode_json
 
 ERROR_SHOWN = 500
 REDIRECTS_MAX = 5
+DEFAULT_PORTS = {"http": 80, "https": 443}
 CONTROL_BYTES_MAX = 4 << 20
 """Of a control call's response: metrics are the longest, about 100 KiB."""
 
@@ -87,18 +87,10 @@ class EngineHttp:
         self.url = url.rstrip("/")
         self._not_found_hint = not_found_hint
         self._control_timeout_s = control_timeout_s
-        self._tls = tls if self.url.startswith("https:") else None
         self._wire = Wire(self.url, stall_timeout_s=stall_timeout_s, tls=tls)
-        # A new connection for each POST: vLLM closes a connection after a 500, so the next call on it would fail, and
-        # a call that changes state must not be sent again.
-        self._control = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # a load is silent for long
-        )
 
     async def close(self) -> None:
         await self._wire.close()
-        await self._control.close()
 
     # -- streams
 
@@ -156,28 +148,26 @@ class EngineHttp:
             return None
 
     async def _call(self, method: str, path: str, body: object | None, timeout_s: float | None) -> tuple[int, bytes]:
+        """A redirect is followed within the server, as vLLM's from /metrics to /metrics/: to another one the gateway
+        would carry requests wherever an engine says."""
         deadline_s = self._control_timeout_s if timeout_s is None else timeout_s
+        encoded, target = None if body is None else msgspec.json.encode(body), self._wire.base + path
         try:
             async with asyncio.timeout(deadline_s):
-                if method == "GET":  # frequent: every engine is polled each second, and a turn's end takes two of them
-                    status, answer = await self._wire.get(path, bytes_max=CONTROL_BYTES_MAX)
-                    if not 300 <= status < 400:
-                        return status, answer
-                return await self._call_anew(method, path, body)
-        except (StreamCut, aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:  # ValueError: no such host
+                for _ in range(REDIRECTS_MAX):
+                    if method == "GET":
+                        found = await self._wire.get(target, bytes_max=CONTROL_BYTES_MAX)
+                    else:
+                        found = await self._wire.call(
+                            target, encoded, bytes_max=CONTROL_BYTES_MAX, silence_s=2 * deadline_s
+                        )
+                    if not 300 <= found.status < 400:
+                        return found.status, found.body
+                    target = _redirected(urljoin(self.url, target), found.location)
+                raise ValueError("it redirects for ever")
+        except (StreamCut, TimeoutError, OSError, ValueError) as e:  # ValueError: no such host
             what = f"{method} {self.url}{path}"
             raise EngineFailed(f"{what}: {_reason(e, deadline_s)}", outline=f"{what}: {_outline(e, deadline_s)}") from e
-
-    async def _call_anew(self, method: str, path: str, body: object | None) -> tuple[int, bytes]:
-        """A call on a connection of its own. A redirect is followed within the server, as vLLM's from /metrics to
-        /metrics/: to another one the gateway would carry requests wherever an engine says."""
-        url, tls = yarl.URL(self.url + path), self._tls() if self._tls else True
-        for _ in range(REDIRECTS_MAX):
-            async with self._control.request(method, url, json=body, allow_redirects=False, ssl=tls) as response:
-                if not 300 <= response.status < 400:
-                    return response.status, await _whole(response)
-                url = _redirected(url, response.headers.get("Location", ""))
-        raise ValueError("it redirects for ever")
 
     def _decode(self, method: str, path: str, text: str, kind: type[T]) -> T:
         try:
@@ -227,26 +217,16 @@ class HttpAdapter:
             raise EngineFailed(f"{self.url} was restarted while it loaded version {version}")
 
 
-def _redirected(url: yarl.URL, location: str) -> yarl.URL:
+def _redirected(url: str, location: str) -> str:
+    """The path and query to which `location` leads, within the server of `url`."""
     try:
-        target = url.join(yarl.URL(location))
-        same = target.origin() == url.origin()
-    except ValueError as e:
+        here, there = urlsplit(url), urlsplit(urljoin(url, location))
+        origins = [(one.scheme, one.hostname, one.port or DEFAULT_PORTS[one.scheme]) for one in (here, there)]
+    except (KeyError, ValueError) as e:
         raise ValueError("it redirects to what is no address") from e
-    if not same:
+    if origins[0] != origins[1]:
         raise ValueError("it redirects to another server")
-    return target
-
-
-async def _whole(response: aiohttp.ClientResponse) -> bytes:
-    """The body. ValueError when it is longer than any that a control call has."""
-    parts, size = [], 0
-    async for part in response.content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > CONTROL_BYTES_MAX:
-            raise ValueError(f"an answer of more than {CONTROL_BYTES_MAX >> 20} MiB")
-    return b"".join(parts)
+    return there._replace(scheme="", netloc="", fragment="").geturl() or "/"
 
 
 def cut_reason(status: int) -> CutReason | None:
@@ -262,7 +242,7 @@ def cut_reason(status: int) -> CutReason | None:
 
 def _outline(error: Exception, timeout_s: float) -> str:
     """`_reason` without bytes that the server sent: what does not speak HTTP is quoted there."""
-    quotes = isinstance(error, aiohttp.ClientError) or (isinstance(error, StreamCut) and error.reason == "protocol")
+    quotes = isinstance(error, StreamCut) and error.reason == "protocol"
     return "it does not speak HTTP as it should" if quotes else _reason(error, timeout_s)
 
 

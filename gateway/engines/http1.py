@@ -75,6 +75,7 @@ class Connection(asyncio.Protocol):
         self._other_bytes = 0  # since the last ones of a body
         self.status = 0
         self.content_type = ""
+        self.location = b""
         self._passes = False  # bytes, not events
         self._has_length = False  # else its body ends with the connection
         self._keep_alive = True
@@ -302,6 +303,8 @@ class Connection(asyncio.Protocol):
         name = name.lower()
         if name == b"content-type":
             self.content_type = value.decode("latin-1")
+        elif name == b"location":
+            self.location = value
         elif name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked")):
             self._has_length = True
 

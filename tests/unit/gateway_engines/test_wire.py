@@ -447,10 +447,10 @@ PAGE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"
 async def test_whole_answers_come_over_the_connection_of_streams() -> None:
     server = Server([PAGE + b"hello"], [CHUNKED + DONE], [PAGE[:20], PAGE[20:] + b"th", b"ere"])
     async with wire(server) as made:
-        assert await made.get("/a", bytes_max=5) == (200, b"hello")
+        assert (await made.get("/a", bytes_max=5))[:2] == (200, b"hello")
         assert await read(made) == []
         await until(lambda: made.num_idle == 1, "the connection kept")
-        assert await made.get("/b", bytes_max=5) == (200, b"there")
+        assert (await made.get("/b", bytes_max=5))[:2] == (200, b"there")
         assert (server.connections, made.num_idle) == (1, 1)
 
 
@@ -463,8 +463,8 @@ async def test_a_longer_answer_than_is_taken_is_refused() -> None:
 async def test_a_kept_connection_that_was_about_to_be_closed_costs_a_look_nothing() -> None:
     server = Server([PAGE + b"first"], [], [PAGE + b"again"], [], [])
     async with wire(server) as made:
-        assert await made.get("/a", bytes_max=5) == (200, b"first")
-        assert await made.get("/b", bytes_max=5) == (200, b"again")
+        assert (await made.get("/a", bytes_max=5))[:2] == (200, b"first")
+        assert (await made.get("/b", bytes_max=5))[:2] == (200, b"again")
         assert server.connections == 2
         with pytest.raises(StreamCut, match="broke the stream"):
             await made.get("/c", bytes_max=5)
