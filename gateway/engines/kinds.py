@@ -23,6 +23,7 @@ from gateway.engines.base import (
 from gateway.engines.sglang import SglangEngine
 from gateway.engines.vllm import VllmEngine
 from protos.errors import LaminarError
+from protos.failures import FailureLog
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Guarded:
 
     def __init__(self, adapter: EngineAdapter, url: str) -> None:
         self._adapter, self._url = adapter, url
-        self._logged = ""  # the last unexpected error
+        self._failures = FailureLog(log)
 
     def generate(
         self,
@@ -100,7 +101,5 @@ class Guarded:
             raise EngineFailed(self._unexpected(e)) from e
 
     def _unexpected(self, error: Exception) -> str:
-        if repr(error) != self._logged:
-            self._logged = repr(error)
-            log.error("%s sent an unexpected response: %r", self._url, error, exc_info=error)
+        self._failures.failed(f"{self._url} sent an unexpected response", error)
         return f"{self._url} sent an unexpected response: {error!r}"

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from protos.errors import Unavailable
+from protos.failures import FailureLog
 
 log = logging.getLogger(__name__)
 
@@ -72,18 +73,16 @@ async def _keep_running(
     work: Callable[[], Coroutine[Any, Any, None]], name: str, on_error: Callable[[Exception], object]
 ) -> None:
     loop = asyncio.get_running_loop()
-    wait_s, logged = RETRY_S, ""
+    wait_s, failures = RETRY_S, FailureLog(log)
     while True:
         began = loop.time()
         try:
             await rpc_result(work())
             return
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001  (whatever it was: it is logged, and the work begins again)
             if loop.time() - began > RETRY_MAX_S:
-                wait_s, logged = RETRY_S, ""  # it ran well for long: this is a new fault
-            if repr(e) != logged:
-                log.error("%s failed, and begins again until it does not: %r", name, e, exc_info=e)
-                logged = repr(e)
+                wait_s, failures = RETRY_S, FailureLog(log)  # it ran well for long: this is a new fault
+            failures.failed(f"{name} failed, and begins again until it does not", e)
             on_error(e)
         await asyncio.sleep(wait_s)
         wait_s = min(RETRY_MAX_S, 2 * wait_s)

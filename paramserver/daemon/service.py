@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from paramserver.background import FailureLog
 from paramserver.core import access
 from paramserver.core.layout import PlainFile, TensorSpec
 from paramserver.core.records import Epoch, Rank, check_model_name
@@ -28,6 +27,7 @@ from paramserver.data.engine_ports import EnginePort
 from protos import grpc_errors
 from protos.announce_options import master_options
 from protos.errors import InvalidRequest, LaminarError, NotFound, OutOfCapacity, Unavailable, UnsupportedField
+from protos.failures import FailureLog
 from protos.laminar.v1 import relay_pb2 as pb
 from protos.laminar.v1 import relay_pb2_grpc as pb_grpc
 

@@ -7,7 +7,7 @@ port of TLS in front of it: whoever proves a role that may call engines gets a c
 Invariants:
 - connections that have not proven who they are take no room from those that have: there are `HANDSHAKES_MAX` of them,
   and the oldest makes way for the next one;
-- a connection that fails costs nobody else anything, and a refusal at most one line in the log in `LOG_EVERY_S`.
+- a connection that fails costs nobody else anything, and a refusal at most one line in the log in ten seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import asyncio
 import logging
 import resource
 import socket
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from paramserver.data.splice import Splice
 from protos.access.credentials import Credentials
 from protos.access.tls import FleetTls, PeerRefused
 from protos.errors import Conflict
+from protos.failures import RareLines
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ FILES_MAX = 1 << 20
 """To which the limit of open files is raised at most."""
 HANDSHAKES_MAX = 64
 """Under way at one port: an honest one takes milliseconds."""
-LOG_EVERY_S = 10.0
 
 RefusedBy = Literal["handshake", "role", "connections", "engine"]
 """No certificate of the fleet in time; none that may call engines; too many connections; the engine takes none."""
@@ -84,7 +83,7 @@ class EnginePort:
         self._open: set[Splice] = set()
         self._accepted = 0
         self._refused: Counter[RefusedBy] = Counter()
-        self._logged_at: dict[RefusedBy, float] = {}
+        self._refusals = {reason: RareLines(log, 1) for reason in get_args(RefusedBy)}
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -149,16 +148,8 @@ class EnginePort:
 
     def _refuse(self, reason: RefusedBy, what: str) -> None:
         self._refused[reason] += 1
-        now = time.monotonic()
-        if now - self._logged_at.get(reason, -LOG_EVERY_S) >= LOG_EVERY_S:
-            self._logged_at[reason] = now
-            log.warning(
-                "a connection to engine %s is refused (%s, %d so far): %s",
-                self._engine,
-                reason,
-                self._refused[reason],
-                what,
-            )
+        line = f"a connection to engine {self._engine} is refused ({reason}, {self._refused[reason]} so far): {what}"
+        self._refusals[reason].say(logging.WARNING, line)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from paramserver.background import FailureLog, RareLines
 from paramserver.core.records import Epoch, digest
 from paramserver.data import frames
 from paramserver.data.frames import Greeting, Header, Kind, LinkBroken, TlsWanted, TransportFailed
@@ -28,6 +27,7 @@ from paramserver.data.secured import DataAccess, check_greeting
 from paramserver.memory.store import Snapshot
 from protos.access.unix_socket import admits, peer_of
 from protos.errors import Conflict, Corrupt, Forbidden, LaminarError, NotFound, OutOfCapacity, StaleEpoch
+from protos.failures import FailureLog, RareLines
 
 log = logging.getLogger(__name__)
 

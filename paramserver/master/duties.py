@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from paramserver.background import FailureLog
 from paramserver.client.relay import RelayClient
 from paramserver.core import access
 from paramserver.core import view as keys
@@ -33,6 +32,7 @@ from paramserver.relay.models import VERSIONS_KEPT, ModelTable
 from paramserver.relay.relay import Relay
 from protos.access.credentials import Credentials
 from protos.errors import Conflict, LaminarError, OutOfCapacity, StaleEpoch, Unavailable, UnknownModel
+from protos.failures import FailureLog
 
 log = logging.getLogger(__name__)
 

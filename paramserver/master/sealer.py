@@ -20,7 +20,7 @@ import time
 
 import msgspec
 
-from paramserver.background import BackgroundTasks, FailureLog
+from paramserver.background import BackgroundTasks
 from paramserver.core import view as keys
 from paramserver.core.records import Ended, Epoch, Manifest, Sealed
 from paramserver.core.spans import publish_span, relay_trace
@@ -31,6 +31,7 @@ from paramserver.relay.models import ModelTable
 from paramserver.relay.reconciler import Reconciler
 from paramserver.relay.relay import Relay
 from protos.errors import LaminarError, StaleEpoch, Unavailable
+from protos.failures import FailureLog
 from protos.telemetry.logs import about
 from protos.telemetry.spans import Tracer
 

@@ -13,13 +13,13 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from paramserver.background import FailureLog
 from paramserver.core import view as keys
 from paramserver.core.election import candidacy
 from paramserver.core.records import Epoch, Master
 from paramserver.membership.registry import Absent, Created, Guard, Put, Registry, Write
 from paramserver.relay.member_lease import MemberLease
 from protos.errors import StaleEpoch
+from protos.failures import FailureLog
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from paramserver.background import FailureLog
 from paramserver.config import RelayConfig
 from paramserver.core.chain import Place, is_late, sources
 from paramserver.core.records import Announced, Holding
@@ -30,6 +29,7 @@ from paramserver.memory.store import Snapshot
 from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.models import ModelTable
 from protos.errors import LaminarError
+from protos.failures import FailureLog
 from protos.telemetry.logs import about
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from paramserver.background import FailureLog
 from paramserver.core import view as keys
 from paramserver.core.records import Holding, RegisteredEngine
 from paramserver.membership.registry import RETRY_S, Created, Delete, Put, Registry, Write, parts
+from protos.failures import FailureLog
 
 log = logging.getLogger(__name__)
 

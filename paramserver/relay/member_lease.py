@@ -21,7 +21,6 @@ from typing import Any
 
 import msgspec
 
-from paramserver.background import FailureLog
 from paramserver.core import view as keys
 from paramserver.core.records import Announced, Member, Sealed
 from paramserver.core.view import Fact, View
@@ -40,6 +39,7 @@ from paramserver.membership.registry import (
 from paramserver.relay.holdings import Holdings
 from protos.decoding import decode_json
 from protos.errors import Conflict, Unavailable
+from protos.failures import FailureLog
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from paramserver.background import FailureLog
 from paramserver.core.stragglers import Hop
 from paramserver.core.view import (
     DroppedFact,
@@ -29,6 +28,7 @@ from paramserver.relay.member_lease import MemberLease
 from paramserver.relay.models import ModelTable
 from paramserver.relay.pins import RelayPins
 from paramserver.relay.reconciler import Reconciler
+from protos.failures import FailureLog
 
 log = logging.getLogger(__name__)
 

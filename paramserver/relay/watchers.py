@@ -13,10 +13,10 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from paramserver.background import RareLines
 from paramserver.core.versions import Notify
 from paramserver.relay.models import ModelTable
 from protos.errors import OutOfCapacity, Unavailable
+from protos.failures import RareLines
 from protos.foreign_text import quoted
 
 log = logging.getLogger(__name__)

@@ -46,7 +46,11 @@ async def test_what_is_kept_begins_again_after_every_error_and_the_same_is_said_
         await asyncio.wait_for(running.wait(), 60)
     assert told == errors
     said = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert [str(r.args[1]) if isinstance(r.args, tuple) else "" for r in said] == ["'a'", "b", "'a'"]
+    assert [str(r.args[1]) if isinstance(r.args, tuple) else "" for r in said] == [
+        "KeyError: 'a'",
+        "ValueError: b",
+        "KeyError: 'a'",
+    ]
     assert all(r.exc_info is not None for r in said)
 
 

@@ -6,14 +6,14 @@ import logging
 
 import pytest
 
-from paramserver.background import RareLines
+from protos.failures import RareLines
 
 
 def test_few_lines_are_logged_and_the_next_period_says_how_many_were_not(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("paramserver.background.time.monotonic", lambda: now)
+    monkeypatch.setattr("protos.failures.time.monotonic", lambda: now)
     lines = RareLines(logging.getLogger("port"), 2)
     for number in range(5):
         lines.say(logging.WARNING, f"refused {number}")
