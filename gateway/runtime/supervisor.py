@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from protos.errors import Unavailable
 from protos.failures import FailureLog
+from protos.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -25,18 +26,11 @@ RETRY_S = 0.5
 RETRY_MAX_S = 30.0
 
 
-class Supervisor:
+class Supervisor(Tasks):
     """Owner of tasks, none of which may end another."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Runs `work` once."""
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
+        super().__init__(log)
 
     def keep_running(
         self,
@@ -46,17 +40,6 @@ class Supervisor:
     ) -> asyncio.Task[None]:
         """Runs `work` until it returns or is cancelled; after an error, which `on_error` gets, again."""
         return self.start(_keep_running(work, name, on_error), name)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        log_failure(task)
-
-    async def close(self) -> None:
-        """Cancels every task, and those that they start meanwhile, until none is left."""
-        while self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(self._tasks)
 
 
 def log_failure(task: asyncio.Task[Any]) -> None:

@@ -12,7 +12,6 @@ import functools
 import logging
 from collections.abc import Callable
 
-from paramserver.background import BackgroundTasks
 from paramserver.client.relay import RelayClient
 from paramserver.config import RelayConfig
 from paramserver.core.notices import Notices
@@ -38,6 +37,7 @@ from paramserver.relay.reconciler import Reconciler
 from paramserver.relay.relay import Relay
 from paramserver.relay.watchers import Watchers
 from protos.access.credentials import Credentials
+from protos.tasks import Tasks
 from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class RelayParts:
         self.notices = notices or Notices()
         self.credentials = credentials
         dial = dial or functools.partial(dial_briefly, credentials=credentials)
-        self.tasks, self.changes = BackgroundTasks(log), Changes()
+        self.tasks, self.changes = Tasks(log), Changes()
         self.elections = Elections(lease.registry, lease)
         self.models = ModelTable(config.name, lease.view, retain=config.retain)
         self.pins = RelayPins(lease.registry, config.name, models=self.models, store=store, tasks=self.tasks)

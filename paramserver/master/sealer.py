@@ -20,7 +20,6 @@ import time
 
 import msgspec
 
-from paramserver.background import BackgroundTasks
 from paramserver.core import view as keys
 from paramserver.core.records import Ended, Epoch, Manifest, Sealed
 from paramserver.core.spans import publish_span, relay_trace
@@ -32,6 +31,7 @@ from paramserver.relay.reconciler import Reconciler
 from paramserver.relay.relay import Relay
 from protos.errors import LaminarError, StaleEpoch, Unavailable
 from protos.failures import FailureLog
+from protos.tasks import Tasks
 from protos.telemetry.logs import about
 from protos.telemetry.spans import Tracer
 
@@ -52,25 +52,25 @@ class Sealer:
         *,
         models: ModelTable,
         drafts: Drafts,
-        relay_tasks: BackgroundTasks,
+        relay_tasks: Tasks,
         relay_name: str,
         tracer: Tracer | None = None,
     ) -> None:
         """`relay_tasks` are finished before the relay gives its lease up; the sealer's own are cancelled."""
         self._elections, self._relay, self._reconciler = elections, relay, reconciler
         self._models, self._drafts = models, drafts
-        self._relay_tasks, self._tasks = relay_tasks, BackgroundTasks(log)
+        self._relay_tasks, self._tasks = relay_tasks, Tasks(log)
         self._failures = FailureLog(log)
         self._name, self._tracer = relay_name, tracer
 
     async def close(self) -> None:
-        await self._tasks.cancel()
+        await self._tasks.close()
 
     # ---- announced
 
     def announce(self, draft: Draft) -> None:
         """Records the announcement in the background: the trainer copies meanwhile, and sealing waits for it."""
-        draft.recording = self._tasks.spawn(self._try_to_record(draft))
+        draft.recording = self._tasks.start(self._try_to_record(draft))
 
     async def _try_to_record(self, draft: Draft) -> None:
         try:
@@ -116,7 +116,7 @@ class Sealer:
 
     def begin(self, draft: Draft) -> None:
         """Every byte is committed: seals in the background, however long the registry is away."""
-        self._tasks.spawn(self._seal_until_settled(draft))
+        self._tasks.start(self._seal_until_settled(draft))
 
     async def _seal_until_settled(self, draft: Draft) -> None:
         """Retries while the registry is away: the version stays at *copied* until the outcome is known."""
@@ -186,7 +186,7 @@ class Sealer:
         if not self._drafts.is_current(draft):
             return
         self._reconciler.record(manifest.model, manifest.version, ended)
-        self._relay_tasks.spawn(self._write_end(manifest, ended))
+        self._relay_tasks.start(self._write_end(manifest, ended))
 
     def _about(self, draft: Draft) -> dict[str, str | int]:
         trace = relay_trace(draft.announced.labels, self._name)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from paramserver.background import BackgroundTasks
 from paramserver.config import show_bytes
 from paramserver.memory.pool import Allotment, Pool
 from protos.errors import OutOfCapacity, Preparing
+from protos.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class _Work:
 class PoolAllocator:
     """The pool as the event loop uses it."""
 
-    def __init__(self, pool: Pool, tasks: BackgroundTasks) -> None:
+    def __init__(self, pool: Pool, tasks: Tasks) -> None:
         self._pool, self._tasks = pool, tasks
         self._threads = ThreadPoolExecutor(1, "pool")
         self._cutting: asyncio.Task[None] | None = None
@@ -73,7 +73,7 @@ class PoolAllocator:
         finally:
             if not over:
                 self._left.append(work)
-                self._tasks.spawn(self._release_after(work))
+                self._tasks.start(self._release_after(work))
         if not over:
             raise Preparing(
                 f"memory for {what} is being allocated, {_progress(work.allotment)} are there",
@@ -102,7 +102,7 @@ class PoolAllocator:
     def cut(self) -> None:
         """Cuts free memory for the versions that are expected, in the background; does nothing while that goes on."""
         if self._pool.uncut and (self._cutting is None or self._cutting.done()):
-            self._cutting = self._tasks.spawn(self._cut())
+            self._cutting = self._tasks.start(self._cut())
 
     async def _cut(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.cut)

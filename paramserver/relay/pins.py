@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from paramserver.background import BackgroundTasks
 from paramserver.core import view as keys
 from paramserver.core.pins import Pin, Pins
 from paramserver.core.records import FleetPin, Sealed
@@ -26,6 +25,7 @@ from paramserver.membership.registry import Put, Registry
 from paramserver.memory.store import Store
 from paramserver.relay.models import ModelTable
 from protos.errors import NotFound, Unavailable
+from protos.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +83,7 @@ class FleetPinKeys:
 class RelayPins:
     """The pins on versions of this relay; owned by its event loop."""
 
-    def __init__(
-        self, registry: Registry, relay: str, *, models: ModelTable, store: Store, tasks: BackgroundTasks
-    ) -> None:
+    def __init__(self, registry: Registry, relay: str, *, models: ModelTable, store: Store, tasks: Tasks) -> None:
         self._relay, self._models, self._store, self._tasks = relay, models, store, tasks
         self._pins = Pins()
         self._keys = FleetPinKeys(registry, relay)
@@ -121,20 +119,20 @@ class RelayPins:
     def expire(self) -> None:
         for pin in self._pins.expire(time.monotonic()):
             log.warning("pin of %s on %s version %d lapsed", pin.holder, pin.model, pin.version)
-            self._tasks.spawn(self._keys.remove(pin))
+            self._tasks.start(self._keys.remove(pin))
 
     def drop(self, model: str, version: int, why: str) -> None:
         """Ends the pins of a version that leaves this relay all the same."""
         for pin in self._pins.dropped(model, version):
             log.warning("pin of %s on %s version %d ends with it: %s", pin.holder, model, version, why)
-            self._tasks.spawn(self._keys.abandon(pin))
+            self._tasks.start(self._keys.abandon(pin))
 
     def give_way(self, retained: Collection[tuple[str, int]]) -> set[str]:
         """Ends the pins for the fleet on one version outside `retained`, the oldest first; the models concerned."""
         ended = self._pins.give_way(retained)
         for pin in ended:
             log.warning("pin of %s on %s version %d gives way: its room is needed", pin.holder, pin.model, pin.version)
-            self._tasks.spawn(self._keys.remove(pin))
+            self._tasks.start(self._keys.remove(pin))
         return {pin.model for pin in ended}
 
     def counts(self, model: str) -> Counter[int]:

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Iterable
 
-from paramserver.background import BackgroundTasks
 from paramserver.config import show_bytes
 from paramserver.core.records import Announced, Ended, Sealed
 from paramserver.core.spans import fetch_span, relay_trace
@@ -32,6 +31,7 @@ from paramserver.relay.pins import RelayPins
 from paramserver.relay.removals import Removals
 from paramserver.relay.watchers import Watchers
 from protos.errors import OutOfCapacity, TooLarge
+from protos.tasks import Tasks
 from protos.telemetry.logs import about
 from protos.telemetry.spans import Tracer
 
@@ -53,7 +53,7 @@ class Reconciler:
         fetches: Fetches,
         watchers: Watchers,
         spill: Spill | None,
-        tasks: BackgroundTasks,
+        tasks: Tasks,
         changes: Changes,
         tracer: Tracer | None = None,
     ) -> None:
@@ -201,7 +201,7 @@ class Reconciler:
         fetching = self._fetches.cancel(model, version)
         snapshot = self._store.get(model, version)
         if snapshot is not None:
-            self._tasks.spawn(self._reconcile_after(self._removals.start(snapshot, why, after=fetching), model))
+            self._tasks.start(self._reconcile_after(self._removals.start(snapshot, why, after=fetching), model))
 
     async def _reconcile_after(self, removal: asyncio.Task[None], model: str) -> None:
         await asyncio.wait([removal])
@@ -227,7 +227,7 @@ class Reconciler:
                 self.make_room(manifest.model)
         else:
             self._allocating.add(manifest.model)
-            self._tasks.spawn(self._bring(due))
+            self._tasks.start(self._bring(due))
 
     def _use_aside(self, aside: Snapshot, announced: Announced) -> None:
         """What was kept aside is the version that is due, which another relay brought along, or is in its way."""
@@ -239,7 +239,7 @@ class Reconciler:
         else:
             log.warning("%s, kept aside, makes way: the registry has another of its number", aside)
             removal = self._removals.start(aside, "the registry has another of its number")
-            self._tasks.spawn(self._reconcile_after(removal, model))
+            self._tasks.start(self._reconcile_after(removal, model))
 
     async def _bring(self, due: Fetch) -> None:
         """Memory for a version, then its bytes, then what follows from them."""

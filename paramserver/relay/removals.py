@@ -12,11 +12,11 @@ import asyncio
 import contextlib
 import logging
 
-from paramserver.background import BackgroundTasks
 from paramserver.config import show_bytes
 from paramserver.memory.store import Snapshot, Store
 from paramserver.relay.changes import Changes
 from protos.errors import Conflict
+from protos.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +26,14 @@ RETRY_S = 1.0
 class Removals:
     """Owned by the relay's event loop. `num_running`: snapshots whose memory is expected back soon."""
 
-    def __init__(self, store: Store, tasks: BackgroundTasks, changes: Changes) -> None:
+    def __init__(self, store: Store, tasks: Tasks, changes: Changes) -> None:
         self._store, self._tasks, self._changes = store, tasks, changes
         self.num_running = 0
 
     def start(self, snapshot: Snapshot, why: str, after: asyncio.Task[None] | None = None) -> asyncio.Task[None]:
         """The task ends when the memory is back, or when a reader keeps it: then it is tried again in background."""
         self.num_running += 1  # at once: the next to need room must not have pins end for what is coming anyway
-        return self._tasks.spawn(self._run(snapshot, why, after))
+        return self._tasks.start(self._run(snapshot, why, after))
 
     async def _run(self, snapshot: Snapshot, why: str, after: asyncio.Task[None] | None) -> None:
         try:
@@ -46,7 +46,7 @@ class Removals:
                 await self._remove(snapshot, why)
             except Conflict as error:
                 log.error("its memory is kept until they leave: %s", error)
-                self._tasks.spawn(self._retry(snapshot, why))
+                self._tasks.start(self._retry(snapshot, why))
         finally:
             self.num_running -= 1
 

@@ -72,7 +72,7 @@ async def test_an_error_reaches_no_other_task(caplog: pytest.LogCaptureFixture) 
         await asyncio.wait([broken])
         before = turns
         await until(lambda: turns > before + 10, "the other goes on")
-    assert "broken failed: KeyError('nobody thought of it')" in caplog.text
+    assert "broken failed: KeyError: 'nobody thought of it'" in caplog.text
 
 
 async def test_what_returns_is_over_and_close_ends_the_rest() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.background import BackgroundTasks
 from paramserver.memory.allocator import PoolAllocator
 from paramserver.memory.pool import Allotment, Pool
 from protos.errors import Preparing
+from protos.tasks import Tasks
 
 MIB = 1 << 20
 
@@ -44,7 +44,7 @@ def pool() -> Iterator[SlowPool]:
 
 @pytest.mark.parametrize("second", [2 * MIB, 3 * MIB])
 async def test_what_several_left_while_it_was_allocated_all_comes_back(pool: SlowPool, second: int) -> None:
-    tasks = BackgroundTasks(logging.getLogger(__name__))
+    tasks = Tasks(logging.getLogger(__name__))
     allocator = PoolAllocator(pool, tasks)
     takes = [allocator.take("policy", [size], "a version", patience_s=0.05) for size in (2 * MIB, second)]
     assert [type(one) for one in await asyncio.gather(*takes, return_exceptions=True)] == [Preparing, Preparing]
@@ -55,7 +55,7 @@ async def test_what_several_left_while_it_was_allocated_all_comes_back(pool: Slo
 
 
 async def test_who_asks_again_gets_what_was_left(pool: SlowPool) -> None:
-    tasks = BackgroundTasks(logging.getLogger(__name__))
+    tasks = Tasks(logging.getLogger(__name__))
     allocator = PoolAllocator(pool, tasks)
     for _ in range(2):
         with pytest.raises(Preparing):
