@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
+import httpx
 import msgspec
 
 from deploy.demo.processes import DemoError
@@ -27,7 +27,7 @@ from protos.errors import LaminarError
 STATUS_INTERVAL_S = 0.5
 TRANSFER_INTERVAL_S = 0.1  # a version of 269 MB crosses a hop in about so long
 TIMELINE_PAGE = 1000
-TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+TIMEOUT_S = 10.0
 
 
 class Watchers:
@@ -57,7 +57,7 @@ class Watchers:
             self._begin(watch_transfers(name, client, self._model, self._recording))
 
     async def gateway(self, url: str) -> None:
-        session = await self._stack.enter_async_context(aiohttp.ClientSession())
+        session = await self._stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S))
         self._gateway = GatewayWatcher(url, self._recording, session)
         self._begin(self._gateway.watch())
 
@@ -70,7 +70,7 @@ class Watchers:
         assert self._gateway is not None
         try:
             await self._gateway.look()
-        except (aiohttp.ClientError, TimeoutError, DemoError) as error:
+        except (httpx.HTTPError, DemoError) as error:
             self._recording.add(_warning(f"the gateway did not answer {what}: {error!r}"))
 
     async def last_look(self) -> None:
@@ -93,7 +93,7 @@ class Watchers:
 class GatewayWatcher:
     """Reads /status and /admin/timeline."""
 
-    def __init__(self, url: str, recording: Recording, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, recording: Recording, session: httpx.AsyncClient) -> None:
         self._url = url
         self._recording = recording
         self._session = session
@@ -107,7 +107,7 @@ class GatewayWatcher:
             try:
                 await self.look()
                 self._silent = False
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except httpx.HTTPError as error:
                 if not self._silent:
                     self._recording.add(_warning(f"the gateway does not answer: {error!r}"))
                 self._silent = True
@@ -135,9 +135,7 @@ class GatewayWatcher:
         return len(page["events"])
 
     async def _get(self, path: str) -> Any:
-        async with self._session.get(self._url + path, timeout=TIMEOUT) as answer:
-            answer.raise_for_status()
-            return await answer.json()
+        return (await self._session.get(self._url + path)).raise_for_status().json()
 
 
 async def watch_versions(name: str, client: RelayClient, model: str, recording: Recording) -> None:

@@ -7,12 +7,11 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
+import httpx
 import msgspec
 
 from gateway.core.feed import Frame, apply
-from gateway.operate.repack_view import refused, why_unreachable
-from protos.access.bearer import bearer
+from gateway.operate.repack_view import client, refused, why_unreachable
 from protos.decoding import decode_json
 from protos.engines import is_address
 from protos.errors import InvalidRequest, Unavailable
@@ -54,34 +53,36 @@ async def frames(url: str, *, limit: int = 0) -> AsyncGenerator[tuple[str, Frame
     Unauthenticated and Forbidden."""
     if not is_address(url):
         raise InvalidRequest(f"--url {url!r} is no gateway's address", hint="such as http://127.0.0.1:8080")
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENT_S)
+    timeout = httpx.Timeout(None, connect=CONNECT_S, read=SILENT_S)
     try:
         async with (
-            aiohttp.ClientSession(headers=bearer(), timeout=timeout) as http,
-            http.get(f"{url.rstrip('/')}/ui/feed", params={"frames": str(limit)}) as response,
+            client(timeout=timeout) as http,
+            http.stream("GET", f"{url.rstrip('/')}/ui/feed", params={"frames": str(limit)}) as response,
         ):
-            if response.status != 200:
+            if response.status_code != 200:
                 raise await _refusal(response, url)
-            async for message in _messages(response.content):
+            async for message in _messages(response):
                 yield message
-    except (aiohttp.ClientError, TimeoutError) as e:
+    except httpx.TransportError as e:
         raise Unavailable(f"no gateway answers at {url}: {why_unreachable(e)}", hint="name one with --url") from e
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise Unavailable(f"what answers at {url} is no gateway: {e}", hint="name one with --url") from e
 
 
-async def _refusal(response: aiohttp.ClientResponse, url: str) -> Exception:
+async def _refusal(response: httpx.Response, url: str) -> Exception:
+    status = response.status_code
     try:
-        message = str((await response.json())["error"]["message"])
-    except (aiohttp.ContentTypeError, ValueError, KeyError, TypeError):
-        return Unavailable(f"what answers at {url} has no feed: {response.status}", hint="name a gateway with --url")
-    return refused(response.status, message) if response.status in (401, 403) else Unavailable(message)
+        await response.aread()
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return Unavailable(f"what answers at {url} has no feed: {status}", hint="name a gateway with --url")
+    return refused(status, message) if status in (401, 403) else Unavailable(message)
 
 
-async def _messages(content: aiohttp.StreamReader) -> AsyncGenerator[tuple[str, Frame], None]:
+async def _messages(response: httpx.Response) -> AsyncGenerator[tuple[str, Frame], None]:
     """Server-sent events. A snapshot is one line of megabytes, so lines are put together here."""
     rest = bytearray()
-    async for piece in content.iter_any():
+    async for piece in response.aiter_bytes():
         begin = max(0, len(rest) - 1)
         rest += piece
         while (end := rest.find(b"\n\n", begin)) >= 0:

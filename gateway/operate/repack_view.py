@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 
 from protos.access.bearer import KEY_HINT, bearer
 from protos.access.unix_socket import socket_path
@@ -60,24 +60,26 @@ async def call(method: str, url: str, path: str, body: Mapping[str, Any] | None 
         )
     root = url.rstrip("/") if at is None else "http://gateway"
     try:
-        async with (
-            asyncio.timeout(DEADLINE_S),
-            aiohttp.ClientSession(headers=bearer(), connector=_connector(at)) as http,
-            http.request(method, root + path, json=body) as response,
-        ):
-            if response.status in (401, 403):
-                raise refused(response.status, (await response.json())["error"]["message"])
-            response.raise_for_status()
-            answer: dict[str, Any] = await response.json()
-            return answer
-    except (aiohttp.ClientResponseError, ValueError, KeyError, TypeError) as e:
-        raise Unavailable(f"what answers at {url} is no gateway: {_cause(e)}", hint="name one with --url") from e
-    except (aiohttp.ClientError, TimeoutError) as e:
+        async with asyncio.timeout(DEADLINE_S), client(at) as http:
+            response = await http.request(method, root + path, json=body)
+        if response.status_code in (401, 403):
+            raise refused(response.status_code, response.json()["error"]["message"])
+        if not response.is_success:
+            raise ValueError(f"{response.status_code} {response.reason_phrase}")
+        answer: dict[str, Any] = response.json()
+        return answer
+    except (httpx.RemoteProtocolError, ValueError, KeyError, TypeError) as e:
+        raise Unavailable(f"what answers at {url} is no gateway: {e}", hint="name one with --url") from e
+    except (httpx.TransportError, TimeoutError) as e:
         raise Unavailable(f"no gateway answers at {url}: {why_unreachable(e)}", hint="name one with --url") from e
 
 
-def _connector(at: Path | None) -> aiohttp.BaseConnector:
-    return aiohttp.TCPConnector() if at is None else aiohttp.UnixConnector(str(at))
+def client(at: Path | None = None, timeout: httpx.Timeout | None = None) -> httpx.AsyncClient:
+    """With the key of LAMINAR_API_KEY. `at`: a unix socket. Never by a proxy; but SSL_CERT_FILE counts."""
+    transport = httpx.AsyncHTTPTransport(
+        uds=None if at is None else str(at), verify=httpx.create_ssl_context(), trust_env=False
+    )
+    return httpx.AsyncClient(headers=bearer(), transport=transport, timeout=timeout)
 
 
 def refused(status: int, message: str) -> Unauthenticated | Forbidden:
@@ -85,18 +87,14 @@ def refused(status: int, message: str) -> Unauthenticated | Forbidden:
 
 
 def why_unreachable(error: Exception) -> str:
-    """The reason of the operating system, which aiohttp wraps into its own words for a connection."""
-    number = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
-    if number is not None and number in errno.errorcode:  # the resolver has numbers of its own
-        return os.strerror(number)
+    """The reason of the operating system, before which stand the classes of httpx and of its transport."""
+    of: BaseException | None = error
+    while of is not None:
+        number = of.errno if isinstance(of, OSError) else None
+        if number is not None and number in errno.errorcode:  # the resolver has numbers of its own
+            return os.strerror(number)
+        of = of.__cause__ or of.__context__
     return str(error) or type(error).__name__
-
-
-def _cause(error: Exception) -> str:
-    """The cause in one line: a server that does not speak HTTP is quoted byte by byte."""
-    if isinstance(error, aiohttp.ClientResponseError) and "\n" in error.message:
-        return error.message.partition("\n")[0].rstrip(":")
-    return str(error)
 
 
 def describe(answer: Mapping[str, Any], *, dry_run: bool) -> Sequence[str]:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import pytest
 from aiohttp import web
 
@@ -66,7 +66,7 @@ async def until(met: Callable[[], bool]) -> None:
 async def test_every_event_is_read_once_over_pages() -> None:
     gateway, recording = FakeGateway(), Recording()
     gateway.add(2 * TIMELINE_PAGE)
-    async with gateway.serve() as url, aiohttp.ClientSession() as session:
+    async with gateway.serve() as url, httpx.AsyncClient() as session:
         watcher = GatewayWatcher(url, recording, session)
         await watcher.look()
         gateway.add(3)
@@ -97,7 +97,7 @@ async def test_a_gateway_that_does_not_answer_is_noted_once_and_asked_again() ->
 async def test_a_gateway_that_answers_what_cannot_be_read_is_one_clear_line() -> None:
     gateway, recording = FakeGateway(), Recording()
     gateway.odd = {"engines": "none"}
-    async with gateway.serve() as url, aiohttp.ClientSession() as session:
+    async with gateway.serve() as url, httpx.AsyncClient() as session:
         with pytest.raises(DemoError, match=r"the gateway's /status is not what the demo reads: .*engines"):
             await GatewayWatcher(url, recording, session).look()
 
@@ -108,7 +108,8 @@ async def test_a_real_gateways_status_and_timeline_are_read(tmp_path: Path) -> N
         await until(lambda: found.fleet.state.engines[EngineName("e0")].dtype == "float32")
         async with http.post("/v1/completions", json={"model": "policy", "prompt": [5], "max_tokens": 2}) as answer:
             assert answer.status == 200
-        await GatewayWatcher(found.url, recording, http).look()
+        async with httpx.AsyncClient() as session:
+            await GatewayWatcher(found.url, recording, session).look()
     seen = recording.last(GatewayStatus)
     assert seen is not None
     assert (seen.engines[0].name, seen.engines[0].dtype, seen.counter("turns_completed")) == ("e0", "float32", 1)
