@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from agents_env.options import (
     SETTINGS,
     EvalOptions,
     ExecOptions,
+    JsonObject,
     Start,
     TasksOptions,
     mirror,
@@ -80,16 +80,21 @@ def tool_chain(start: Start) -> None:
     "--dataset", default=DEFAULT_DATASET, help="Dataset of reasoning-gym; `agents-env list --datasets` names them."
 )
 @click.option(
-    "--dataset-config", default=None, metavar="JSON", help="Settings of the dataset, such as '{\"max_words\": 4}'."
+    "--dataset-config",
+    default=None,
+    type=JsonObject(),
+    metavar="JSON",
+    help="Settings of the dataset, such as '{\"max_words\": 4}'.",
 )
 @click.option("--max-tokens", default=16, type=click.IntRange(min=1), help="Tokens of a reply at most.")
 @click.option("--examples", default=1, type=click.IntRange(min=0), help="Worked examples before the question.")
 @run_options
-def reasoning(start: Start, dataset: str, dataset_config: str | None, max_tokens: int, examples: int) -> None:
+def reasoning(
+    start: Start, dataset: str, dataset_config: Mapping[str, Any] | None, max_tokens: int, examples: int
+) -> None:
     """Single-turn: problems of the reasoning-gym library, with its own scoring."""
     try:
-        config = None if dataset_config is None else _json_object(dataset_config)
-        environment = Reasoning(dataset, config, num_examples=examples, max_tokens=max_tokens)
+        environment = Reasoning(dataset, dataset_config, num_examples=examples, max_tokens=max_tokens)
     except UnknownDataset as error:
         raise click.UsageError(str(error)) from error
     start(environment)
@@ -160,16 +165,6 @@ def list_environments(with_datasets: bool) -> None:
         click.echo(f"{name:{width}}{command.help}")
     if with_datasets:
         click.echo("\n".join(["", "datasets of `reasoning`:", *(f"  {name}" for name in datasets())]))
-
-
-def _json_object(text: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise click.UsageError(f"--dataset-config is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise click.UsageError("--dataset-config is not a JSON object")
-    return value
 
 
 commands.add_to(run)

@@ -25,7 +25,7 @@ from agents_env.environments.task_files import BadTaskFile, read_tasks
 from agents_env.failures import RunFailed
 from agents_env.openenv import environment as openenv
 from agents_env.openenv.serving import served
-from agents_env.options import SETTINGS, Start, Url
+from agents_env.options import SETTINGS, JsonObject, Start, Url
 from agents_env.run import run_options
 from agents_env.sandbox.client import Sandbox, SandboxFailed
 from agents_env.sandbox.limits import Limits, SandboxRefused
@@ -45,16 +45,6 @@ _task_file = click.option(
 
 def _max_tokens(default: int) -> Callable[[Any], Any]:
     return click.option("--max-tokens", default=default, type=click.IntRange(min=1), help="Tokens of a reply at most.")
-
-
-def _json_object(_: click.Context, __: click.Parameter, text: str | None) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise click.BadParameter(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise click.BadParameter("not a JSON object")
-    return value
 
 
 @click.command("code", context_settings=SETTINGS)
@@ -180,7 +170,7 @@ def textarena_command(start: Start, game: str, opponent_version: int | None, max
     metavar="COMMAND",
     help="Starts an environment for this run, on the port that is put for {port}.",
 )
-@click.option("--reset", default=None, metavar="JSON", callback=_json_object, help="Arguments of every reset.")
+@click.option("--reset", default=None, metavar="JSON", type=JsonObject(), help="Arguments of every reset.")
 @click.option(
     "--observe", multiple=True, metavar="FIELD", show_default="all", help="Field of observations that the model reads."
 )
@@ -200,7 +190,7 @@ def openenv_command(
     start: Start,
     server: str | None,
     serve: str | None,
-    reset: Mapping[str, Any],
+    reset: Mapping[str, Any] | None,
     observe: tuple[str, ...],
     system: str | None,
     reward: Literal["sum", "last"],
@@ -216,7 +206,7 @@ def openenv_command(
             start(
                 openenv.OpenEnv(
                     at,
-                    reset=reset,
+                    reset=reset or {},
                     observe=observe,
                     system=system,
                     reward=reward,

@@ -6,8 +6,9 @@ Each environment's command is written once, for `run`; `eval` and `tasks` have t
 from __future__ import annotations
 
 import functools
+import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -39,6 +40,19 @@ class Url(click.ParamType[str]):
         if not str(value).startswith(("http://", "https://")):
             self.fail(f"{value!r} is not a URL; write http://{value}", param, context)
         return str(value)
+
+
+class JsonObject(click.ParamType[Mapping[str, Any]]):
+    name = "json"
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> Mapping[str, Any]:
+        try:
+            found = json.loads(str(value))
+        except json.JSONDecodeError as error:
+            self.fail(f"not JSON: {error}", param, context)
+        if not isinstance(found, dict):
+            self.fail("not a JSON object", param, context)
+        return found
 
 
 class Start(Protocol):

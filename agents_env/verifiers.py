@@ -24,17 +24,19 @@ import secrets
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import click
 import httpx
+from msgspec import Meta
 
 from agents_env.failures import RunFailed
 from agents_env.server import GATEWAY_HEADER, NO_KEY, api_key, certificates, programs_environment
+from protos.options import Flag, config_from, config_options
 from protos.process import setup_logging
 
 log = logging.getLogger("agents-env")
@@ -49,31 +51,33 @@ STOP_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class VerifiersOptions:
-    """`extra`: further arguments of `vf-eval`, such as `--env.agent.runtime.type subprocess`."""
+    """Those of the command; the environment and what goes to `vf-eval` as it stands are its arguments."""
 
-    env: str
-    gateway: str
-    model: str
-    client: Literal["eval", "train"]
-    tokenizer: str | None
-    tasks: int
-    rollouts: int
-    out: Path
-    program: str
-    extra: Sequence[str] = ()
+    gateway: Annotated[str, Flag(metavar="URL"), "Address of the gateway."]
+    model: Annotated[str, "The model's name at the gateway."] = "policy"
+    client: Annotated[Literal["eval", "train"], "client.type of vf-eval: eval sends text, train token ids."] = "eval"
+    tokenizer: Annotated[
+        str | None,
+        Flag(metavar="DIR"),
+        "Tokenizer of the model: --client train renders and tokenizes with it.",
+    ] = None
+    tasks: Annotated[int, Meta(ge=1), "How many of the environment's tasks."] = 1
+    rollouts: Annotated[int, Meta(ge=1), "Rollouts of each task."] = 1
+    out: Annotated[Path, click.Path(path_type=Path), "Directory of vf-eval's traces."] = Path("outputs")
+    program: Annotated[str, Flag("--vf-eval", metavar="PATH"), "The command of verifiers 0.4."] = "vf-eval"
 
-    def command(self) -> list[str]:
+    def command(self, env: str, extra: Sequence[str]) -> list[str]:
         """The command line of `vf-eval`."""
         train = [] if self.client == "eval" else ["--client.type", "train"]
         if self.tokenizer is not None:
             train += ["--client.renderer-model-name", self.tokenizer]
         return [
             self.program,
-            self.env,
+            env,
             *train,
             *("--client.base-url", f"{self.gateway.rstrip('/')}/v1", "--client.api-key-var", "OPENAI_API_KEY"),
             *("-m", self.model, "-n", str(self.tasks), "-r", str(self.rollouts), "-o", str(self.out), "--no-push"),
-            *self.extra,
+            *extra,
         ]
 
 
@@ -182,7 +186,7 @@ class Traces:
                     yield line.decode()
 
 
-async def run(options: VerifiersOptions) -> Ends:
+async def run(options: VerifiersOptions, env: str, extra: Sequence[str] = ()) -> Ends:
     """Runs `vf-eval` to its end, and ends the sessions of its rollouts as their traces come.
 
     Raises RunFailed when it cannot be started, fails, or when a session's end was not taken.
@@ -202,7 +206,9 @@ async def run(options: VerifiersOptions) -> Ends:
         base_url=options.gateway, timeout=SESSION_TIMEOUT_S, trust_env=False, verify=trusted, headers=credentials
     ) as http:
         try:
-            process = await asyncio.create_subprocess_exec(*options.command(), env=environment, start_new_session=True)
+            process = await asyncio.create_subprocess_exec(
+                *options.command(env, extra), env=environment, start_new_session=True
+            )
         except OSError as error:
             raise RunFailed(
                 f"{options.program} cannot be started: {error}; install verifiers 0.4 in an environment of its own, "
@@ -292,34 +298,9 @@ async def _end(http: httpx.AsyncClient, ending: Ending, ends: Ends) -> None:
 
 @click.command("verifiers", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.argument("env")
-@click.option("--gateway", required=True, metavar="URL", help="Address of the gateway.")
-@click.option("--model", default="policy", help="The model's name at the gateway.")
-@click.option(
-    "--client",
-    type=click.Choice(["eval", "train"]),
-    default="eval",
-    help="client.type of vf-eval: eval sends text, train token ids.",
-)
-@click.option(
-    "--tokenizer", metavar="DIR", help="Tokenizer of the model: --client train renders and tokenizes with it."
-)
-@click.option("--tasks", default=1, type=click.IntRange(min=1), help="How many of the environment's tasks.")
-@click.option("--rollouts", default=1, type=click.IntRange(min=1), help="Rollouts of each task.")
-@click.option("--out", default=Path("outputs"), type=click.Path(path_type=Path), help="Directory of vf-eval's traces.")
-@click.option("--vf-eval", "program", default="vf-eval", metavar="PATH", help="The command of verifiers 0.4.")
+@config_options(VerifiersOptions)
 @click.argument("extra", nargs=-1, type=click.UNPROCESSED)
-def command(
-    env: str,
-    gateway: str,
-    model: str,
-    client: Literal["eval", "train"],
-    tokenizer: str | None,
-    tasks: int,
-    rollouts: int,
-    out: Path,
-    program: str,
-    extra: tuple[str, ...],
-) -> None:
+def command(env: str, extra: tuple[str, ...], **values: Any) -> None:
     """Roll out ENV, an environment of the verifiers library, by its own `vf-eval`.
 
     \b
@@ -331,9 +312,8 @@ def command(
     """
     setup_logging("info", "text")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request otherwise
-    options = VerifiersOptions(env, gateway, model, client, tokenizer, tasks, rollouts, out, program, extra)
     try:
-        asyncio.run(_until_terminated(options))
+        asyncio.run(_until_terminated(run(config_from(VerifiersOptions, values), env, extra)))
     except RunFailed as error:
         log.error("%s", error)
         sys.exit(1)
@@ -341,9 +321,9 @@ def command(
         sys.exit(130)
 
 
-async def _until_terminated(options: VerifiersOptions) -> None:
+async def _until_terminated(work: Coroutine[Any, Any, Ends]) -> None:
     """Runs until its end, or until SIGTERM, which ends it as Ctrl-C does."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await run(options)
+    await work

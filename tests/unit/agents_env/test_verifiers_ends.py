@@ -37,11 +37,9 @@ async def test_certificates_that_cannot_be_read_are_named_before_anything_is_sta
     program = tmp_path / "vf-eval"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     program.chmod(0o755)
-    options = VerifiersOptions(
-        "env", "https://127.0.0.1:9", "policy", "eval", None, 1, 1, tmp_path / "out", str(program), ()
-    )
+    options = VerifiersOptions("https://127.0.0.1:9", out=tmp_path / "out", program=str(program))
     with pytest.raises(RunFailed, match=r"SSL_CERT_FILE cannot be read: .*No such file.*it names a file"):
-        await run(options)
+        await run(options, "env")
     assert not (tmp_path / "started").exists()
 
 
