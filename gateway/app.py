@@ -36,6 +36,7 @@ from gateway.api.ui import reading
 from gateway.api.ui.feed import Feed
 from gateway.api.ui.routes import add_ui_routes
 from gateway.config import GatewayConfig
+from gateway.core.connections import STRANGER_S, Connections
 from gateway.core.fleet import FleetState
 from gateway.core.lengths import SessionDurations
 from gateway.engines.base import AdapterContext
@@ -72,7 +73,6 @@ from gateway.tasks.shared import SharedPromptPool
 from gateway.tokens import Codec
 from paramserver.client import EtcdClaims
 from paramserver.membership import EtcdRegistry
-from protos.access.connections import STRANGER_S, Connections
 from protos.access.key_file import KeyFile
 from protos.access.listening import check_listening, warn_insecure
 from protos.errors import InvalidRequest

@@ -2,7 +2,7 @@
 
 Invariants:
 - a head that has begun is whole within `HEAD_TIMEOUT_S`, or its connection is closed with a 408;
-- a connection is one of those that `protos.access.connections` takes, and begins its first head within that time; one
+- a connection is one of those that `gateway.core.connections` takes, and begins its first head within that time; one
   that is refused gets a 429, and is closed;
 - a body that a handler waits for comes at `BODY_BYTES_PER_S_MIN` at least, with `BODY_GRACE_S` to spare, or is refused;
 - bodies that come in at once are no larger, together, than `bodies_bytes_max`;
@@ -24,8 +24,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
 from gateway.api.errors import Handler, TooSlow, error_bytes, error_headers, error_response, no_http
+from gateway.core.connections import Bound, Connections
 from gateway.runtime.rounds import Rounds
-from protos.access.connections import Bound, Connections
 from protos.errors import LaminarError, OutOfCapacity
 
 log = logging.getLogger(__name__)

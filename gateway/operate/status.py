@@ -14,6 +14,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import REGISTRY, generate_latest
 
 from gateway.config import GatewayConfig
+from gateway.core.connections import Connections
 from gateway.core.fleet import EngineState, EngineStatus
 from gateway.core.hold import hold
 from gateway.core.reasons import closed_reason, closed_reasons
@@ -42,7 +43,6 @@ from gateway.sessions.trainer import Trainer
 from gateway.sessions.turn_service import TurnService
 from gateway.store import Database, PartialResponsePool
 from gateway.tasks import PromptPool
-from protos.access.connections import Connections
 from protos.access.key_file import KeyFile
 from protos.telemetry.metrics import on_loop
 

@@ -18,6 +18,7 @@ from gateway.api.generate import add_generate_route
 from gateway.api.http_server import Admission, Bodies, Runner
 from gateway.api.openai.routes import BODY_BYTES_MAX, OpenAIDeps, add_openai_routes
 from gateway.api.responses.routes import add_responses_routes
+from gateway.core.connections import Connections
 from gateway.core.retries import Call
 from gateway.core.tree import TurnTree
 from gateway.core.types import (
@@ -33,7 +34,6 @@ from gateway.core.types import (
 )
 from gateway.ports import Message, ModelInfo, SessionIdentity, SessionView
 from gateway.tokens import Codec
-from protos.access.connections import Connections
 from protos.errors import LaminarError
 from protos.trajectories import Segment, VersionChange
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from protos.access.connections import STRANGER_S, STRANGERS_MAX, Connections, Opened
+from gateway.core.connections import STRANGER_S, STRANGERS_MAX, Connections, Opened
 
 ELSEWHERE = "192.0.2.1"
 
