@@ -24,7 +24,7 @@ system-packages:  ## as root: the Debian packages that tests and benchmarks want
 demo: env  ## the main job on this machine: train, publish, refresh, repack, kill, report (ARGS="--seed 2" ...)
 	@$(RUN) -m deploy.demo $(ARGS)
 
-test: env  ## every test of the README, without those of `make test-faults` (some minutes)
+test: env  ## the tests of every change, with real processes; some 15 minutes
 	@$(RUN) -m pytest tests --ignore=tests/vllm --ignore=tests/trl --ignore=tests/verl --ignore=tests/verifiers --ignore=tests/openenv -m "not long and not upgrade and not alerts and not ui and not fleet and not images" $(PARALLEL) $(ARGS)
 
 test-faults: env  ## relays and etcd away for long, twenty joiners, a slow link, a slow host, more seeds, one after the other (some eight minutes)
