@@ -96,9 +96,10 @@ class Spill:
         with self._changed:
             if self._found.get((one.manifest.model, one.manifest.version)) is not one:
                 return  # another stripe found it
+            # Noted first: the writing thread may say at once that it cannot be removed.
+            self._note(f"{_name(one)} in {self.directory} is offered no more, and removed: {why}")
             self._bad.append(self._found.pop((one.manifest.model, one.manifest.version)))
             self._changed.notify_all()
-        self._note(f"{_name(one)} in {self.directory} is offered no more, and removed: {why}")
 
     def _note(self, text: str) -> None:
         log.error("%s", text)
