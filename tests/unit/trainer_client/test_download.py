@@ -19,9 +19,10 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 async def serving(answer: Answer) -> AsyncIterator[str]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(2)
-            await answer(reader, writer)
+            with contextlib.suppress(asyncio.IncompleteReadError):  # a client that waits for TLS leaves
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(2)
+                await answer(reader, writer)
         finally:
             writer.close()
 
