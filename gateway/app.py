@@ -37,8 +37,8 @@ from gateway.api.ui.feed import Feed
 from gateway.api.ui.routes import add_ui_routes
 from gateway.config import GatewayConfig
 from gateway.core.connections import STRANGER_S, Connections
-from gateway.core.fleet import FleetState
-from gateway.core.lengths import SessionDurations
+from gateway.core.fleet.state import FleetState
+from gateway.core.packing.lengths import SessionDurations
 from gateway.engines.base import AdapterContext
 from gateway.experience import ExperienceBuffer
 from gateway.experience.buffer import BYTES_MAX, CAPACITY

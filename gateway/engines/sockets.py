@@ -26,7 +26,7 @@ REST_MAX_S = 0.01
 EVENTS_WANTED = 8
 """In one poll: with more, an event hardly costs less."""
 STREAMS_FEW = 20
-"""Fewer streams are each read at once, as they stream token by token (`gateway.core.event_size`)."""
+"""Fewer streams are each read at once, as they stream token by token (`gateway.core.placing.event_size`)."""
 GAP_SHARE = 1 / 8
 """Weight of one poll in the moving average of the gap between events."""
 POLLED_MAX = 64

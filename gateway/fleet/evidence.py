@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from gateway.core.fleet import EngineStatus
+from gateway.core.fleet.state import EngineStatus
 from gateway.core.types import EngineName
 from gateway.engines.base import EngineFailed, version_of
 from gateway.fleet.handle import EngineHandle

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.core.event_size import mean_pace
 from gateway.core.faults import soonest_s
-from gateway.core.fleet import EngineState, FleetState
-from gateway.core.intake import intake_changes
-from gateway.core.reasons import closed_reason
-from gateway.core.refresh import refresh_decisions
-from gateway.core.scheduler import Admission
+from gateway.core.fleet.intake import intake_changes
+from gateway.core.fleet.refresh import refresh_decisions
+from gateway.core.fleet.state import EngineState, FleetState
+from gateway.core.placing.event_size import mean_pace
+from gateway.core.placing.reasons import closed_reason
+from gateway.core.placing.scheduler import Admission
 from gateway.core.types import NO_VERSION, EngineName, TurnId, Version
 from gateway.engines.base import AdapterContext, CutReason, EngineFailed, StreamCut, engine_tls
 from gateway.engines.kinds import connect

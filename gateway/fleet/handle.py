@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 
 from gateway.config import EngineSpec
-from gateway.core.fleet import EngineState, EngineStatus
+from gateway.core.fleet.state import EngineState, EngineStatus
 from gateway.core.types import Version
 from gateway.engines.base import EngineAdapter
 from gateway.fleet.probe import Probe

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Hashable, Mapping
 from dataclasses import dataclass
 
-from gateway.core.fleet import FleetState
+from gateway.core.fleet.state import FleetState
 from gateway.core.types import Version
 from gateway.fleet.relays import Relays
 from gateway.runtime.supervisor import rpc_result

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from gateway.core.fleet import FleetState, TurnLoad, Wanted
-from gateway.core.reasons import closed_reasons
-from gateway.core.retry_after import Pace, retry_for_a_place
-from gateway.core.scheduler import (
+from gateway.core.fleet.state import FleetState, TurnLoad, Wanted
+from gateway.core.placing.reasons import closed_reasons
+from gateway.core.placing.retry_after import Pace, retry_for_a_place
+from gateway.core.placing.scheduler import (
     Admission,
     Demand,
     Lost,
@@ -35,7 +35,7 @@ from gateway.core.scheduler import (
     reservable,
     wanted_versions,
 )
-from gateway.core.text_requests import TextDemand, Unable, admit_text, place_text
+from gateway.core.placing.text_requests import TextDemand, Unable, admit_text, place_text
 from gateway.core.types import EngineName, TurnId, Version
 from protos.errors import LaminarError, OutOfCapacity, Unavailable, VersionLost
 

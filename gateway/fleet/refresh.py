@@ -18,8 +18,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from gateway.core.fleet import EngineState
-from gateway.core.refresh import RefreshDecision, load_failed
+from gateway.core.fleet.refresh import RefreshDecision, load_failed
+from gateway.core.fleet.state import EngineState
 from gateway.core.spans import load_span
 from gateway.core.types import TurnId, Version
 from gateway.engines.base import EngineFailed, SnapshotRefused

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from gateway.core.text_requests import BYTES_PER_TOKEN, TEXT_ROUTES, TRIES_MAX, TextApi, TextDemand
+from gateway.core.placing.text_requests import BYTES_PER_TOKEN, TEXT_ROUTES, TRIES_MAX, TextApi, TextDemand
 from gateway.core.types import EngineName, TurnId, Version
 from gateway.engines.base import PassedAnswer, StreamCut
 from gateway.engines.http import ERROR_SHOWN, cut_reason

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gateway.config import GatewayConfig
-from gateway.core.fleet import EngineState, FleetState
+from gateway.core.fleet.state import EngineState, FleetState
 from gateway.engines.base import (
     UNNAMED,
     EngineAdapter,

@@ -10,7 +10,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 from msgspec import Meta
 from opentelemetry.metrics import Meter
 
-from gateway.core.fleet import EngineState
+from gateway.core.fleet.state import EngineState
 from gateway.experience import ExperienceBuffer
 from gateway.experience.buffer import DeliveryStatistics
 from gateway.fleet.fleet import Fleet

@@ -8,7 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from gateway.core.fleet import EngineStatus, Mode
+from gateway.core.fleet.config import Mode
+from gateway.core.fleet.state import EngineStatus
 from gateway.core.types import Version, VersionPolicy
 from gateway.experience.buffer import BufferStatistics, DeliveryStatistics
 from gateway.fleet.text_proxy import TextProxyStatistics

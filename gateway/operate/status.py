@@ -15,10 +15,10 @@ from prometheus_client import REGISTRY, generate_latest
 
 from gateway.config import GatewayConfig
 from gateway.core.connections import Connections
-from gateway.core.fleet import EngineState, EngineStatus
-from gateway.core.hold import hold
-from gateway.core.reasons import closed_reason, closed_reasons
-from gateway.core.repack import Plan
+from gateway.core.fleet.hold import hold
+from gateway.core.fleet.state import EngineState, EngineStatus
+from gateway.core.packing.repack import Plan
+from gateway.core.placing.reasons import closed_reason, closed_reasons
 from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer
 from gateway.fleet.fleet import Fleet

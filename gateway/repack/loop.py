@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 
 from gateway.config import GatewayConfig
-from gateway.core.engine_views import EngineView, Loads, SessionLoad, engine_views, steady, weigh
-from gateway.core.fleet import EngineState, TurnLoad
-from gateway.core.lengths import SessionDurations
-from gateway.core.receipts import ReceiptBook
-from gateway.core.repack import Plan, RepackConfig, behind, plan_parts, whole
+from gateway.core.fleet.state import EngineState, TurnLoad
+from gateway.core.packing.engine_views import EngineView, Loads, SessionLoad, engine_views, steady, weigh
+from gateway.core.packing.lengths import SessionDurations
+from gateway.core.packing.receipts import ReceiptBook
+from gateway.core.packing.repack import Plan, RepackConfig, behind, plan_parts, whole
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 from gateway.fleet.fleet import Fleet

@@ -18,8 +18,8 @@ import logging
 import time
 from collections import defaultdict
 
-from gateway.core.receipts import Outcome, Receipt, ReceiptBook
-from gateway.core.repack import Move, Plan
+from gateway.core.packing.receipts import Outcome, Receipt, ReceiptBook
+from gateway.core.packing.repack import Move, Plan
 from gateway.core.types import EngineName
 from gateway.fleet.fleet import Fleet
 from gateway.runtime.supervisor import Supervisor

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from gateway.core.endings import Ended, Finish, Finished, How, Unrewarded, check_place, placed
 from gateway.core.expiry import UNNAMED_MAX, crowding, why_over
 from gateway.core.groups import GiveUp, Resample
-from gateway.core.lengths import SessionDurations
+from gateway.core.packing.lengths import SessionDurations
 from gateway.core.rewards import Given, is_recorded, note, revised, turn_of, with_given
 from gateway.core.sessions import SessionState
 from gateway.core.spans import session_span

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from gateway.core.fleet import FleetState
+from gateway.core.fleet.state import FleetState
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId, TurnId
 from gateway.sessions.turn_service import TurnService

@@ -18,7 +18,7 @@ from dataclasses import replace
 from gateway.config import GatewayConfig
 from gateway.core.access import ATTACH, CALL, Caller, Target, finish_key, owner_of, require
 from gateway.core.endings import Ended
-from gateway.core.fleet import FleetState
+from gateway.core.fleet.state import FleetState
 from gateway.core.key_bounds import KeyBounds
 from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, names_a_session
 from gateway.core.types import GroupId, SessionId, TurnId

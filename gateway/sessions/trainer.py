@@ -24,10 +24,10 @@ from gateway.core.admission import (
     stranded,
     waiting_groups,
 )
-from gateway.core.fleet import FleetState
-from gateway.core.retry_after import Pace, retry_for_a_batch
+from gateway.core.fleet.state import FleetState
+from gateway.core.placing.retry_after import Pace, retry_for_a_batch
+from gateway.core.placing.scheduler import Admission
 from gateway.core.reward_curve import RewardCurve
-from gateway.core.scheduler import Admission
 from gateway.core.selection import ANY, Bound, Entry
 from gateway.core.sessions import SessionState
 from gateway.experience import ExperienceBuffer

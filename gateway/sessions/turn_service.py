@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from gateway.config import GatewayConfig
 from gateway.core.endings import Ended
-from gateway.core.event_size import tokens_per_event
-from gateway.core.fleet import staleness_histogram
-from gateway.core.lengths import TurnLengths
-from gateway.core.reasons import closed_reasons
+from gateway.core.fleet.state import staleness_histogram
+from gateway.core.packing.lengths import TurnLengths
+from gateway.core.placing.event_size import tokens_per_event
+from gateway.core.placing.reasons import closed_reasons
 from gateway.core.retries import Attention, Call, attempt_of
 from gateway.core.sessions import SessionState
 from gateway.core.spans import turn_span

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gateway.core.fleet import EngineState, TurnLoad
+from gateway.core.fleet.state import EngineState, TurnLoad
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, TurnId
 

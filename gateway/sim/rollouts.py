@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gateway.core.engine_views import EngineView, SessionLoad, engine_views, weigh
-from gateway.core.fleet import EngineState, FleetConfig, FleetState, TurnLoad
-from gateway.core.intake import intake_changes
-from gateway.core.lengths import TurnLengths
-from gateway.core.refresh import refresh_decisions
-from gateway.core.repack import Move, RepackConfig, plan_repack
-from gateway.core.scheduler import Admission, Demand, Placement, admit, place
+from gateway.core.fleet.config import FleetConfig
+from gateway.core.fleet.intake import intake_changes
+from gateway.core.fleet.refresh import refresh_decisions
+from gateway.core.fleet.state import EngineState, FleetState, TurnLoad
+from gateway.core.packing.engine_views import EngineView, SessionLoad, engine_views, weigh
+from gateway.core.packing.lengths import TurnLengths
+from gateway.core.packing.repack import Move, RepackConfig, plan_repack
+from gateway.core.placing.scheduler import Admission, Demand, Placement, admit, place
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
 from gateway.sim.engine import SimEngine, SimTurn

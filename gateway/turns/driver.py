@@ -24,13 +24,13 @@ import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
-from gateway.core.curves import Gaps
 from gateway.core.faults import WAIT_MAX_S, Cuts
-from gateway.core.fleet import TurnLoad
+from gateway.core.fleet.curves import Gaps
+from gateway.core.fleet.prefixes import chain
+from gateway.core.fleet.state import TurnLoad
 from gateway.core.parameters import required, truncating
-from gateway.core.prefixes import chain
+from gateway.core.placing.scheduler import Demand, Placement
 from gateway.core.sampling import kinds_for, segment_sampling, tied_by
-from gateway.core.scheduler import Demand, Placement
 from gateway.core.sessions import SessionState
 from gateway.core.spans import pause_span, segment_span, segment_trace, turn_trace
 from gateway.core.types import EngineName, SegmentCause

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from gateway.core.fleet import EngineState
+from gateway.core.fleet.state import EngineState
 from gateway.core.sampling import sampled_with, segment_sampling
 from gateway.core.types import Evidence, FinishReason, LogprobsKind, SegmentCause, TopLogprob, TurnRecord, Version
 from gateway.engines.base import FOREIGN, EngineChunk, StreamCut, version_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.core.text_requests import TEXT_ROUTES, TextApi
+from gateway.core.placing.text_requests import TEXT_ROUTES, TextApi
 from gateway.engines.base import EngineAdapter, PassedAnswer
 from tests.contract.engine_contract import MODEL, PATIENCE_S, Subject, ends_early
 from tests.support.relays import until

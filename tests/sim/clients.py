@@ -24,7 +24,8 @@ from typing import Any
 from unittest import mock
 
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.core.fleet import FleetConfig, FleetState
+from gateway.core.fleet.config import FleetConfig
+from gateway.core.fleet.state import FleetState
 from gateway.core.retries import Call, choice_id
 from gateway.core.types import SamplingParams, SessionId, TokenDelta, TurnId, TurnOrigin, TurnRequest
 from gateway.engines.base import EngineChunk, EngineLimits, EngineReport, StreamCut, TakeChunk

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from gateway.core.fleet import FleetConfig, Mode
+from gateway.core.fleet.config import FleetConfig, Mode
 from gateway.sim.rollouts import Figures, Rollouts, Settings
 from tests.bench.repack.trace import decode_ms, lengths
 

@@ -12,7 +12,7 @@ from gateway.api.errors import answer_errors
 from gateway.api.experience import ExperienceDeps, add_experience_routes
 from gateway.app import Parts, Stores, assemble, open_stores
 from gateway.config import GatewayConfig
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.store import Database
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gateway.app import assemble, open_stores
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SamplingParams, SessionId, TokenDelta, TurnId, TurnRequest
 from gateway.fleet.fleet import Fleet

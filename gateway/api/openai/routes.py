@@ -18,7 +18,7 @@ from gateway.api.openai import requests
 from gateway.api.openai.parser import Parser
 from gateway.api.openai.schema import Model, Models
 from gateway.api.openai.text_proxy import TextRoutes
-from gateway.core.text_requests import TextApi
+from gateway.core.placing.text_requests import TextApi
 from gateway.ports import ModelInfo
 
 PREFIXES = ("", "/sessions/{sid}", "/s/{sid}")

@@ -26,7 +26,7 @@ from gateway.api.calls.identity import KEY_HEADER, SESSION_HEADERS
 from gateway.api.errors import error_body
 from gateway.core.access import owner_of
 from gateway.core.key_bounds import KeyBounds
-from gateway.core.text_requests import TextApi
+from gateway.core.placing.text_requests import TextApi
 from gateway.core.types import Version
 from gateway.fleet.text_proxy import Relayed, TextProxy
 from gateway.ports import SESSION_KEY_PREFIX, Turns

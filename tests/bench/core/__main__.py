@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-from gateway.core.intake import intake_changes
-from gateway.core.lengths import KEPT, SessionDurations, TurnLengths
-from gateway.core.order import Pool
-from gateway.core.refresh import refresh_decisions
-from gateway.core.scheduler import Wait, place
+from gateway.core.fleet.intake import intake_changes
+from gateway.core.fleet.order import Pool
+from gateway.core.fleet.refresh import refresh_decisions
+from gateway.core.packing.lengths import KEPT, SessionDurations, TurnLengths
+from gateway.core.placing.scheduler import Wait, place
 from gateway.core.types import Version
 from gateway.repack.loop import Repacker
 from tests.bench.core.scene import FREE, NEWEST, ONE, SEVERAL, Scene, scene

@@ -7,9 +7,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gateway.core.fleet import EngineState, FleetConfig, FleetState, TurnLoad
-from gateway.core.prefixes import chain
-from gateway.core.scheduler import Admission, Demand, Placement, admit, place
+from gateway.core.fleet.config import FleetConfig
+from gateway.core.fleet.prefixes import chain
+from gateway.core.fleet.state import EngineState, FleetState, TurnLoad
+from gateway.core.placing.scheduler import Admission, Demand, Placement, admit, place
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import httpx
 import uvloop
 
-from gateway.core.event_size import TOKENS_PER_EVENT_MAX
+from gateway.core.placing.event_size import TOKENS_PER_EVENT_MAX
 from gateway.tokens import Codec
 from tests.bench.figures import ROUNDS, Figure, median
 from tests.bench.gateway import load

@@ -27,7 +27,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from tests.bench.repack.engines import BUDGET_UNITS, KV_UNITS, TRACE_LENGTH, answer_of, prompt_of
 from tests.bench.repack.trace import COMMITTED, TOKENS_PER_UNIT, lengths, units
 from tests.support import processes

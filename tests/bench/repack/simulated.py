@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any, cast
 
-from gateway.core.fleet import FleetConfig, Mode
+from gateway.core.fleet.config import FleetConfig, Mode
 from gateway.sim.rollouts import Figures, Rollouts, Settings
 from tests.bench.repack.engines import TRACE_LENGTH
 from tests.bench.repack.run import Life, Point

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.core.fleet import EngineState, FleetConfig, FleetState, TurnLoad
+from gateway.core.fleet.config import FleetConfig
+from gateway.core.fleet.state import EngineState, FleetState, TurnLoad
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
 

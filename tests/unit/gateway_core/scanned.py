@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from gateway.core.fleet import EngineState, FleetState
-from gateway.core.order import Pool
-from gateway.core.prefixes import BLOCK_TOKENS, Holding
-from gateway.core.scheduler import LEAD_MAX, Admission, Demand, Lost, Placement, Wait, _awaits_trainer, _bounds
+from gateway.core.fleet.order import Pool
+from gateway.core.fleet.prefixes import BLOCK_TOKENS, Holding
+from gateway.core.fleet.state import EngineState, FleetState
+from gateway.core.placing.scheduler import LEAD_MAX, Admission, Demand, Lost, Placement, Wait, _awaits_trainer, _bounds
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, Version
 

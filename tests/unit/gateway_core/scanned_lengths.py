@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from gateway.core.engine_views import HORIZONS, SessionLoad
-from gateway.core.fleet import TurnLoad
-from gateway.core.lengths import SEEN_MIN
+from gateway.core.fleet.state import TurnLoad
+from gateway.core.packing.engine_views import HORIZONS, SessionLoad
+from gateway.core.packing.lengths import SEEN_MIN
 
 
 def turn_load(

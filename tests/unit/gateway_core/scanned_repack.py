@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gateway.core.engine_views import EngineView, SessionLoad
-from gateway.core.repack import Freed, Move, RepackConfig, past_peak
+from gateway.core.packing.engine_views import EngineView, SessionLoad
+from gateway.core.packing.repack import Freed, Move, RepackConfig, past_peak
 from gateway.core.types import Version
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.curves import GAP_TOKENS, KV_MAX, KV_MIN, SPAN_MIN, DecodeCurve, Gaps, KvCeiling
+from gateway.core.fleet.curves import GAP_TOKENS, KV_MAX, KV_MIN, SPAN_MIN, DecodeCurve, Gaps, KvCeiling
 from tests.bench.repack.trace import decode_ms
 from tests.support.quick import examples
 

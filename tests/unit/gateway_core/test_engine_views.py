@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.engine_views import NOTHING, SessionLoad, engine_views, steady, weigh
-from gateway.core.fleet import TurnLoad
-from gateway.core.lengths import SEEN_MIN, TurnLengths
+from gateway.core.fleet.state import TurnLoad
+from gateway.core.packing.engine_views import NOTHING, SessionLoad, engine_views, steady, weigh
+from gateway.core.packing.lengths import SEEN_MIN, TurnLengths
 from gateway.core.types import EngineName, SessionId, TurnId
 from tests.support.quick import examples
 from tests.unit.gateway_core.helpers import engine, fleet

@@ -8,16 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.fleet import (
-    TRANSITIONS,
-    EngineState,
-    EngineStatus,
-    FleetState,
-    staleness_histogram,
-)
-from gateway.core.intake import intake_changes
-from gateway.core.order import Pool
-from gateway.core.refresh import LOAD_TRIES, RefreshDecision, load_failed, refresh_decisions
+from gateway.core.fleet.intake import intake_changes
+from gateway.core.fleet.order import Pool
+from gateway.core.fleet.refresh import LOAD_TRIES, RefreshDecision, load_failed, refresh_decisions
+from gateway.core.fleet.state import TRANSITIONS, EngineState, EngineStatus, FleetState, staleness_histogram
 from gateway.core.types import SessionId, Version
 from tests.support.quick import examples
 from tests.unit.gateway_core.helpers import engine, fleet

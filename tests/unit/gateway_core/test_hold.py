@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gateway.core.fleet import EngineState, FleetState
-from gateway.core.hold import HOLD_WORTH_S, NAMED_MAX, held_s, hold, named, note_holds
-from gateway.core.reasons import closed_reason, closed_reasons
-from gateway.core.refresh import refresh_decisions
+from gateway.core.fleet.hold import HOLD_WORTH_S, NAMED_MAX, held_s, hold, named, note_holds
+from gateway.core.fleet.refresh import refresh_decisions
+from gateway.core.fleet.state import EngineState, FleetState
+from gateway.core.placing.reasons import closed_reason, closed_reasons
 from gateway.core.types import NO_VERSION, SessionId, Version, VersionPolicy
 from tests.unit.gateway_core.helpers import engine, fleet
 

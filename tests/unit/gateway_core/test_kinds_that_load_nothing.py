@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.core.fleet import EngineStatus, FleetState, Wanted
-from gateway.core.intake import intake_changes
-from gateway.core.reasons import closed_reason
-from gateway.core.refresh import refresh_decisions
-from gateway.core.scheduler import Admission, Demand, Lost, Placement, Wait, place
+from gateway.core.fleet.intake import intake_changes
+from gateway.core.fleet.refresh import refresh_decisions
+from gateway.core.fleet.state import EngineStatus, FleetState, Wanted
+from gateway.core.placing.reasons import closed_reason
+from gateway.core.placing.scheduler import Admission, Demand, Lost, Placement, Wait, place
 from gateway.core.types import Version
 from tests.unit.gateway_core.helpers import engine, fleet, session
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.engine_views import SessionLoad, weigh
-from gateway.core.fleet import TurnLoad
-from gateway.core.lengths import KEPT, SEEN_MIN, TurnLengths
+from gateway.core.fleet.state import TurnLoad
+from gateway.core.packing.engine_views import SessionLoad, weigh
+from gateway.core.packing.lengths import KEPT, SEEN_MIN, TurnLengths
 from gateway.core.types import SessionId, TurnId
 from tests.bench.repack.trace import lengths
 from tests.support.quick import examples

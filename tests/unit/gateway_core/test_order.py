@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from gateway.core import prefixes, scheduler
-from gateway.core.fleet import TRANSITIONS, EngineState, FleetConfig, FleetState, TurnLoad, Wanted
-from gateway.core.intake import intake_changes
-from gateway.core.order import Load, LoadOrder, Pool
-from gateway.core.prefixes import BLOCK_TOKENS, chain
-from gateway.core.refresh import refresh_decisions
-from gateway.core.scheduler import Admission, Demand, Placement
+from gateway.core.fleet import prefixes
+from gateway.core.fleet.config import FleetConfig
+from gateway.core.fleet.intake import intake_changes
+from gateway.core.fleet.order import Load, LoadOrder, Pool
+from gateway.core.fleet.prefixes import BLOCK_TOKENS, chain
+from gateway.core.fleet.refresh import refresh_decisions
+from gateway.core.fleet.state import TRANSITIONS, EngineState, FleetState, TurnLoad, Wanted
+from gateway.core.placing import scheduler
+from gateway.core.placing.scheduler import Admission, Demand, Placement
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
 from tests.unit.gateway_core import scanned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.event_size import (
+from gateway.core.placing.event_size import (
     EVENT_S_MAX,
     EVENTS_PER_S,
     TOKENS_PER_EVENT_MAX,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core import prefixes
-from gateway.core.fleet import FleetState
-from gateway.core.prefixes import BLOCK_TOKENS, TOKENS_MAX, Holding, PrefixIndex, chain
-from gateway.core.scheduler import LEAD_MAX, Admission, Demand, Placement, admit, place
+from gateway.core.fleet import prefixes
+from gateway.core.fleet.prefixes import BLOCK_TOKENS, TOKENS_MAX, Holding, PrefixIndex, chain
+from gateway.core.fleet.state import FleetState
+from gateway.core.placing.scheduler import LEAD_MAX, Admission, Demand, Placement, admit, place
 from gateway.core.types import EngineName, Version
 from tests.unit.gateway_core.helpers import engine, fleet, session
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.fleet import FleetState
-from gateway.core.scheduler import Admission, Demand, Refusals, Wait, place
+from gateway.core.fleet.state import FleetState
+from gateway.core.placing.scheduler import Admission, Demand, Refusals, Wait, place
 from gateway.core.types import EngineName, GroupId, Version
 from tests.support.quick import examples
 from tests.unit.gateway_core.helpers import engine, fleet, session

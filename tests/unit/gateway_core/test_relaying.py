@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.fleet import EngineState
-from gateway.core.intake import intake_changes
-from gateway.core.refresh import refresh_decisions
-from gateway.core.scheduler import Placement, Wait
-from gateway.core.text_requests import TEXT_ROUTES, TextDemand, Unable, admit_text, place_text
+from gateway.core.fleet.intake import intake_changes
+from gateway.core.fleet.refresh import refresh_decisions
+from gateway.core.fleet.state import EngineState
+from gateway.core.placing.scheduler import Placement, Wait
+from gateway.core.placing.text_requests import TEXT_ROUTES, TextDemand, Unable, admit_text, place_text
 from gateway.core.types import EngineName, TurnId, Version
 from protos.engines import ENGINE_KINDS
 from tests.unit.gateway_core.helpers import engine, fleet

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from gateway.core import repack
-from gateway.core.engine_views import EngineView, SessionLoad, Weight, steady, weigh
-from gateway.core.fleet import TurnLoad
-from gateway.core.lengths import TurnLengths
-from gateway.core.repack import (
+from gateway.core.fleet.state import TurnLoad
+from gateway.core.packing import repack
+from gateway.core.packing.engine_views import EngineView, SessionLoad, Weight, steady, weigh
+from gateway.core.packing.lengths import TurnLengths
+from gateway.core.packing.repack import (
     Move,
     Plan,
     RepackConfig,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.fleet import EngineState, FleetState
-from gateway.core.scheduler import Admission, Demand, Placement, Wait, admit, place
+from gateway.core.fleet.state import EngineState, FleetState
+from gateway.core.placing.scheduler import Admission, Demand, Placement, Wait, admit, place
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, GroupId, Version
 from tests.support.quick import examples

@@ -9,10 +9,20 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gateway.core.fleet import FleetState, Wanted
-from gateway.core.pinned import PinnedVersions
-from gateway.core.refresh import refresh_decisions
-from gateway.core.scheduler import Admission, Demand, Lost, Placement, Refusals, Wait, admit, place, wanted_versions
+from gateway.core.fleet.pinned import PinnedVersions
+from gateway.core.fleet.refresh import refresh_decisions
+from gateway.core.fleet.state import FleetState, Wanted
+from gateway.core.placing.scheduler import (
+    Admission,
+    Demand,
+    Lost,
+    Placement,
+    Refusals,
+    Wait,
+    admit,
+    place,
+    wanted_versions,
+)
 from gateway.core.sessions import SessionState
 from gateway.core.types import (
     EngineName,

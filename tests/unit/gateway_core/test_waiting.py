@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.retry_after import RETRY_MAX_S, RETRY_MIN_S, UNKNOWN_S, Pace, retry_for_a_batch, retry_for_a_place
+from gateway.core.placing.retry_after import (
+    RETRY_MAX_S,
+    RETRY_MIN_S,
+    UNKNOWN_S,
+    Pace,
+    retry_for_a_batch,
+    retry_for_a_place,
+)
 
 
 def pace(*times: float) -> Pace:

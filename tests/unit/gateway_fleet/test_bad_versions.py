@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.config import EngineSpec
-from gateway.core.refresh import LOAD_TRIES
+from gateway.core.fleet.refresh import LOAD_TRIES
 from gateway.core.types import EngineName
 from gateway.fleet import pins as pins_module
 from gateway.fleet import refresh

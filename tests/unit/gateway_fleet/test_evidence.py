@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.core.endings import Finish
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, Version
 from tests.support.fake_relay import relay

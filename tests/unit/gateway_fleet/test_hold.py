@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.core import hold
 from gateway.core.endings import Finish
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet import hold
+from gateway.core.fleet.config import FleetConfig
 from protos.errors import OutOfCapacity
 from tests.support.fake_relay import relay
 from tests.support.gateway_shell import check_whole, read, shell

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from gateway.config import EngineSpec, GatewayConfig, parse_engine
-from gateway.core.fleet import FleetConfig
-from gateway.core.reasons import closed_reason
+from gateway.core.fleet.config import FleetConfig
+from gateway.core.placing.reasons import closed_reason
 from gateway.core.types import EngineName
 from gateway.engines.kinds import ADAPTERS
 from gateway.engines.vllm import VllmEngine

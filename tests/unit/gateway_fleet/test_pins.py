@@ -13,7 +13,7 @@ import pytest
 
 from gateway.config import EngineSpec
 from gateway.core.endings import Finish
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.core.types import EngineName, Version
 from gateway.fleet.pins import FALLBACK_HOLDER, TTL_S
 from paramserver.client import Lease, RelayClient

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.core.types import SamplingParams, Version
 from gateway.engines.base import EngineChunk, EngineFailed, NoLogprob, StreamCut
 from gateway.fleet import refresh

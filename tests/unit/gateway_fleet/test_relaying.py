@@ -21,7 +21,7 @@ from gateway.api.openai.text_proxy import _RelayedAnswer
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec
 from gateway.core import faults
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.core.types import EngineName
 from gateway.fleet import text_proxy
 from tests.support.fake_relay import relay

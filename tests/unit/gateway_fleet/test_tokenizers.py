@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.core.reasons import closed_reason
+from gateway.core.placing.reasons import closed_reason
 from gateway.core.types import EngineName
 from gateway.fleet.watcher import PROBE_TEXT
 from gateway.tokens import Codec

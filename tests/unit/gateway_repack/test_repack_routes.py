@@ -12,7 +12,7 @@ import pytest
 
 from gateway.app import start
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.core.types import Version
 from gateway.operate.repack_view import describe, request_plans
 from gateway.repack import loop

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.store.database import DATABASE_NAME
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_api.test_status import gateway, get

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.app import Gateway, start
 from gateway.config import EngineSpec
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from tests.support.fake_relay import FakeRelay, relay
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until
 from tests.unit.gateway_api.test_status import config, gateway, get

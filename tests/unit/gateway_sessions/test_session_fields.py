@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.core.types import SessionId
 from tests.support.gateway_shell import check_at_rest, read, shell
 from tests.support.scripted_engine import MODEL, ScriptedEngine, until

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.core.types import EngineName, VersionPolicy
 from protos.errors import VersionLost
 from tests.support.fake_relay import FakeRelay, relay

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.core.endings import Finish
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.core.types import Version, VersionPolicy
 from protos.errors import OutOfCapacity, UnsupportedField, VersionLost
 from tests.support.fake_relay import FakeRelay, relay

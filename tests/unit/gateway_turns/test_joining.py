@@ -11,7 +11,7 @@ import pytest
 from gateway.api.calls.answer import AnswerHead, Choice, Form, PreparedRequest
 from gateway.api.calls.history import Prompt
 from gateway.api.calls.turn_view import Reader
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.core.retries import Call, choice_id
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SamplingParams, TurnId, TurnOrigin, TurnRequest

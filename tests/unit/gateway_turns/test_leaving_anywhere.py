@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from pathlib import Path
 
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from gateway.core.types import EngineName
 from gateway.turns.running import RunningTurn
 from tests.support.gateway_shell import Shell, check_at_rest, read, shell

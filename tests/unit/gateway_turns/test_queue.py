@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from gateway.core.fleet import FleetConfig, TurnLoad
-from gateway.core.scheduler import Demand, Placement, place
+from gateway.core.fleet.config import FleetConfig
+from gateway.core.fleet.state import TurnLoad
+from gateway.core.placing.scheduler import Demand, Placement, place
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId
 from gateway.fleet import places

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from gateway.core.endings import Finish
-from gateway.core.fleet import FleetConfig, TurnLoad
+from gateway.core.fleet.config import FleetConfig
+from gateway.core.fleet.state import TurnLoad
+from gateway.core.placing.scheduler import Demand
 from gateway.core.sampling import segment_seed
-from gateway.core.scheduler import Demand
 from gateway.core.types import EngineName, SessionId, TurnId
 from gateway.engines.base import RequestRefused
 from gateway.engines.connections import EVENTS_AT_ONCE_MAX

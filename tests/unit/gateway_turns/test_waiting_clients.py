@@ -13,7 +13,7 @@ import pytest
 
 from gateway.api.calls import events
 from gateway.app import start
-from gateway.core.fleet import FleetConfig
+from gateway.core.fleet.config import FleetConfig
 from tests.support.scripted_engine import ScriptedEngine, until
 from tests.unit.gateway_api.test_status import config
 

@@ -3,8 +3,8 @@
 Invariants:
 - only the transitions of `TRANSITIONS` happen; an illegal one raises and changes nothing;
 - turns run only on `serving` engines;
-- engines that serve are ordered by load (`gateway.core.order`). An engine that changes notes itself in `_displaced`,
-  and its position is computed anew before the order is next read.
+- engines that serve are ordered by load (`order`). An engine that changes notes itself in `_displaced`, and its
+  position is computed anew before the order is next read.
 
 `intake` decides when an engine takes new sessions, `refresh` when it loads another version.
 """
@@ -14,19 +14,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
-from msgspec import Meta
-
-from gateway.core.curves import SECONDS_PER_TOKEN, DecodeCurve, KvCeiling
 from gateway.core.faults import Faults
+from gateway.core.fleet.config import FleetConfig
+from gateway.core.fleet.curves import SECONDS_PER_TOKEN, DecodeCurve, KvCeiling
+from gateway.core.fleet.order import Load, LoadOrder, Pool
+from gateway.core.fleet.pinned import PinnedVersions
+from gateway.core.fleet.prefixes import Holding, PrefixIndex
 from gateway.core.groups import GroupVersions
-from gateway.core.order import Load, LoadOrder, Pool
-from gateway.core.pinned import PinnedVersions
-from gateway.core.prefixes import Holding, PrefixIndex
 from gateway.core.types import NO_VERSION, EngineName, SessionId, TurnId, Version, VersionPolicy
 
-Mode = Literal["barrier", "drain", "repack", "inflight"]
 EngineStatus = Literal["joining", "serving", "refreshing", "fenced", "dead"]
 
 TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
@@ -45,60 +43,6 @@ Displaced = dict[EngineName, bool]
 counted again; to count those of all engines whose intake closes at once took longer than to close them."""
 BAD_MAX = 64
 """Versions given up that an engine remembers: more than relays hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetConfig:
-    """The settings of capacity, intake and refresh; each is an option of `gateway serve`. Times in seconds."""
-
-    mode: Annotated[
-        Mode,
-        "repack: the long tail is packed onto few engines; drain: engines empty by themselves; inflight: turns pause "
-        "while their engine loads, and continue with mixed versions; barrier: all engines wait for the last turn.",
-    ] = "repack"
-    max_running: Annotated[int, Meta(ge=1), "Turns that one engine runs at once."] = 64  # B of the paper
-    kv_max: Annotated[  # C_max of the paper
-        float, Meta(gt=0, le=1), "Share of an engine's KV cache that turns may fill."
-    ] = 0.9
-    intake_batch: Annotated[
-        int, Meta(ge=1), "New sessions that an engine takes on one version; then its intake closes."
-    ] = 64
-    intake_age_s: Annotated[float, Meta(ge=0), "Time after which an engine's intake closes."] = 600.0
-    intake_min_batch: Annotated[
-        int,
-        Meta(ge=1),
-        "Least number of new sessions after which a newer version at the relay closes an engine's intake.",
-    ] = 1
-    version_hold_s: Annotated[
-        float,
-        Meta(ge=0),
-        "How long the last engine on a version stays on it for the version's sessions; less while turns wait.",
-    ] = 120.0
-    pinned_versions_max: Annotated[
-        int,
-        Meta(ge=0),
-        "Versions that relays keep for sessions with on_version_loss=strict. At the limit, a strict session on a "
-        "further version gets 429.",
-    ] = 4
-    strict_sessions_min: Annotated[
-        int,
-        Meta(ge=1),
-        "Waiting strict sessions that make an engine load their version again, even if they have few tokens.",
-    ] = 1
-    strict_tokens_min: Annotated[
-        int,
-        Meta(ge=0),
-        "Tokens of waiting strict sessions that make an engine load their version again, even for few sessions.",
-    ] = 16_384
-    drain_max_s: Annotated[
-        float, Meta(ge=0), "How long the last turns of an engine may delay its load of a newer version."
-    ] = 60.0
-    min_util: Annotated[
-        float, Meta(gt=0, le=1), "An engine with fewer turns than this share of --max-running has only its last ones."
-    ] = 0.25
-    staleness_max: Annotated[
-        int, Meta(ge=0), "How many versions a trajectory may be behind the trainer when it is sampled."
-    ] = 4
 
 
 FACTS = ("prompt_tokens", "tokens_max", "expected_tokens", "moves", "ends_session", "in_place", "relayed")
@@ -161,7 +105,7 @@ class EngineState:
     intake_closed_at: float = 0.0
     admitted: int = 0  # sessions of the present intake
     below_since: float | None = None  # closed and below `min_util`, with a newer version at hand
-    held_since: float | None = None  # it stays for sessions that no other engine could serve (`gateway.core.hold`)
+    held_since: float | None = None  # it stays for sessions that no other engine could serve (`hold`)
     held_before_s: float = 0.0  # the same, before the last turn of one of them
     leaving: bool = False  # a plan empties it: nothing more is placed here if another engine will do
     reopened: bool = False  # though a newer version waits: stragglers hold the engine anyway

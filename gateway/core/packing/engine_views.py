@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from gateway.core.curves import SECONDS_PER_TOKEN
-from gateway.core.fleet import FACTS, EngineState, FleetState, TurnLoad
-from gateway.core.lengths import Floats, Ints, TurnLengths
+from gateway.core.fleet.curves import SECONDS_PER_TOKEN
+from gateway.core.fleet.state import FACTS, EngineState, FleetState, TurnLoad
+from gateway.core.packing.lengths import Floats, Ints, TurnLengths
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 
 HORIZONS = (0.25, 0.5, 1.0, 2.0)

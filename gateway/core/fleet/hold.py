@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gateway.core.fleet import EngineState, FleetState
-from gateway.core.order import Pool
+from gateway.core.fleet.order import Pool
+from gateway.core.fleet.state import EngineState, FleetState
 from gateway.core.types import SessionId, VersionPolicy
 
 HOLD_WORTH_S: Mapping[VersionPolicy, float] = {"segment": 5.0, "strict": 30.0, "fail": 60.0}

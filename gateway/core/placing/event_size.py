@@ -7,7 +7,7 @@ a reader waits for them.
 
 from __future__ import annotations
 
-from gateway.core.curves import OUTLIER
+from gateway.core.fleet.curves import OUTLIER
 
 EVENTS_PER_S = 500
 """Events of all turns together: some 3 % of one core (bench-gateway)."""

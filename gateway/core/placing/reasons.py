@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.core.fleet import EngineState, FleetState
-from gateway.core.hold import hold
+from gateway.core.fleet.hold import hold
+from gateway.core.fleet.state import EngineState, FleetState
 
 ENGINES_NAMED_MAX = 4
 """Engines in one sentence."""

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from gateway.core.fleet import EngineState, FleetState, TurnLoad
-from gateway.core.order import Pool
-from gateway.core.scheduler import Placement, Wait
+from gateway.core.fleet.order import Pool
+from gateway.core.fleet.state import EngineState, FleetState, TurnLoad
+from gateway.core.placing.scheduler import Placement, Wait
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 from protos.engines import ENGINE_KINDS
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gateway.core.fleet import EngineState, FleetState
+from gateway.core.fleet.state import EngineState, FleetState
 from gateway.core.types import EngineName
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.core.fleet import EngineState, FleetState, Wanted
-from gateway.core.order import Load, Pool
-from gateway.core.retry_after import UNKNOWN_S
+from gateway.core.fleet.order import Load, Pool
+from gateway.core.fleet.state import EngineState, FleetState, Wanted
+from gateway.core.placing.retry_after import UNKNOWN_S
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 from protos.trajectories import VersionChange

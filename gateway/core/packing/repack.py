@@ -38,7 +38,7 @@ from functools import cached_property
 
 import msgspec
 
-from gateway.core.engine_views import EngineView, SessionLoad
+from gateway.core.packing.engine_views import EngineView, SessionLoad
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 
 PART_SESSIONS = 256

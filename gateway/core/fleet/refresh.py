@@ -3,7 +3,7 @@
 Invariants:
 - an engine loads only when it is empty, or is emptied for it (`interrupted`); one whose kind loads no versions never;
 - the last engine of a version does not leave it while a live session needs it, until its hold is over
-  (`gateway.core.hold`).
+  (`gateway.core.fleet.hold`).
 
 | mode | an engine loads a newer version |
 |---|---|
@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gateway.core.fleet import EngineState, FleetState
-from gateway.core.hold import hold, note_holds
-from gateway.core.intake import fresh, stragglers, straggling
-from gateway.core.order import Pool
+from gateway.core.fleet.hold import hold, note_holds
+from gateway.core.fleet.intake import fresh, stragglers, straggling
+from gateway.core.fleet.order import Pool
+from gateway.core.fleet.state import EngineState, FleetState
 from gateway.core.types import NO_VERSION, EngineName, SessionId, TurnId, Version
 
 LOAD_TRIES = 2
