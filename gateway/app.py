@@ -37,6 +37,7 @@ from gateway.api.ui.feed import Feed
 from gateway.api.ui.routes import add_ui_routes
 from gateway.config import GatewayConfig
 from gateway.core.connections import STRANGER_S, Connections
+from gateway.core.fleet.modes import mode_of
 from gateway.core.fleet.state import FleetState
 from gateway.core.packing.lengths import SessionDurations
 from gateway.engines.base import AdapterContext
@@ -480,6 +481,6 @@ def _start_loops(
         registrations = Registrations(registry, parts.fleet)
         loops.keep_running(registrations.run, "registered-engines")
         loops.keep_running(registrations.claim_again, "claimed-engines")
-    if config.fleet.mode == "repack":
+    if mode_of(config.fleet).packs:
         loops.keep_running(parts.repacker.run, "repack")
     return loops

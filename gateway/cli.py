@@ -108,6 +108,22 @@ class StoreOption(click.Option):
         self._help = text
 
 
+class PlannerName(click.ParamType[str]):
+    """A planner of repack. The table of them, which needs numpy, is read only with the option."""
+
+    name = "planner"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        from gateway.core.packing.planners import PLANNERS
+
+        return "|".join(PLANNERS)
+
+    def convert(self, value: object, param: click.Parameter | None, context: click.Context | None) -> str:
+        from gateway.core.packing.planners import PLANNERS
+
+        return str(click.Choice(list(PLANNERS)).convert(value, param, context))
+
+
 GATEWAY_VARIABLE = "LAMINAR_GATEWAY"
 gateway_url = click.option(
     "--url",
@@ -116,7 +132,9 @@ gateway_url = click.option(
     show_envvar=True,
     help="Address of a running gateway, or unix:PATH of its admin listener.",
 )
-gateway_options = config_options(GatewayConfig, experience_store={"cls": StoreOption, "type": ExperienceStore()})
+gateway_options = config_options(
+    GatewayConfig, experience_store={"cls": StoreOption, "type": ExperienceStore()}, planner={"type": PlannerName()}
+)
 
 
 @click.group(

@@ -187,6 +187,11 @@ class GatewayConfig:
         "registrations in etcd name.",
     ] = None
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    planner: Annotated[
+        str,  # a name in `gateway.core.packing.planners`, which the command line knows
+        "priced: an engine's turns move where others have room for all of them, and where that gains more than it "
+        "costs; unpriced: wherever others have room, as in the Laminar paper.",
+    ] = "priced"
     repack_interval_s: Annotated[float, INTERVAL, "Time between two plans for packing turns."] = 5.0
     prefill_tokens_per_s: Annotated[float, Meta(gt=0), "Prefill speed of an engine: the planner's price of a move."] = (
         1000.0

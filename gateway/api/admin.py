@@ -21,8 +21,8 @@ from gateway.api.sessions import REASON_CHARS_MAX, reported_state
 from gateway.config import EngineSpec
 from gateway.core.admission import Keeper, is_silent
 from gateway.core.networks import EnginePlaces
+from gateway.core.packing.plans import Freed, Move, Plan
 from gateway.core.packing.receipts import Outcome, Receipt
-from gateway.core.packing.repack import Freed, Move, Plan
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId
 from gateway.fleet.fleet import Fleet

@@ -17,7 +17,7 @@ from gateway.config import GatewayConfig
 from gateway.core.connections import Connections
 from gateway.core.fleet.hold import hold
 from gateway.core.fleet.state import EngineState, EngineStatus
-from gateway.core.packing.repack import Plan
+from gateway.core.packing.plans import Plan
 from gateway.core.placing.reasons import closed_reason, closed_reasons
 from gateway.core.types import SessionId
 from gateway.experience import ExperienceBuffer

@@ -20,8 +20,9 @@ from gateway.config import GatewayConfig
 from gateway.core.fleet.state import EngineState, TurnLoad
 from gateway.core.packing.engine_views import EngineView, Loads, SessionLoad, engine_views, steady, weigh
 from gateway.core.packing.lengths import SessionDurations
+from gateway.core.packing.planners import PLANNERS, behind
+from gateway.core.packing.plans import Plan, RepackConfig, whole
 from gateway.core.packing.receipts import ReceiptBook
-from gateway.core.packing.repack import Plan, RepackConfig, behind, plan_parts, whole
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 from gateway.fleet.fleet import Fleet
@@ -52,6 +53,7 @@ class Repacker:
         self._config, self._fleet, self._timeline = config, fleet, timeline
         self._sessions, self._durations = sessions, durations
         self._mover = TurnMover(fleet, sessions)
+        self._planner = PLANNERS[config.planner]
         self._round, self._planning = 0, asyncio.Lock()
 
     @property
@@ -93,7 +95,7 @@ class Repacker:
         for version in behind((e.version for e in serving if e.kv_capacity_tokens), self._fleet.state.newest):
             group = [e for e in serving if e.version == version]
             views, parts = await self._views(version, group, waiting), list[Plan]()
-            for part in plan_parts(views, version, config, seed=seed):
+            for part in self._planner(views, version, config, seed=seed):
                 parts.append(part)
                 if carry_out and part.freed:
                     self._carry_out(part)

@@ -18,8 +18,8 @@ import logging
 import time
 from collections import defaultdict
 
+from gateway.core.packing.plans import Move, Plan
 from gateway.core.packing.receipts import Outcome, Receipt, ReceiptBook
-from gateway.core.packing.repack import Move, Plan
 from gateway.core.types import EngineName
 from gateway.fleet.fleet import Fleet
 from gateway.runtime.supervisor import Supervisor
@@ -56,9 +56,8 @@ class TurnMover:
             if source is None:
                 continue  # it left the fleet while the plan was made
             moves = [m for m in plan.moves if m.source == freed.engine]
-            reason = next(r for r in plan.reasons if r.startswith(f"{freed.engine} goes"))
             now, unix_s = time.monotonic(), time.time()
-            receipt = self.book.open(plan.version, freed, moves, reason, now=now, unix_s=unix_s)
+            receipt = self.book.open(plan.version, freed, moves, freed.reason, now=now, unix_s=unix_s)
             source.leaving = True
             self.inbound |= {m.key: m.destination for m in moves}
             self._tasks.start(self._empty(receipt), f"empty-{freed.engine}-{receipt.number}")

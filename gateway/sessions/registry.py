@@ -18,6 +18,7 @@ from dataclasses import replace
 from gateway.config import GatewayConfig
 from gateway.core.access import ATTACH, CALL, Caller, Target, finish_key, owner_of, require
 from gateway.core.endings import Ended
+from gateway.core.fleet.modes import mode_of
 from gateway.core.fleet.state import FleetState
 from gateway.core.key_bounds import KeyBounds
 from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, names_a_session
@@ -232,7 +233,7 @@ class SessionRegistry:
                 hint="leave session_id out to get a new one",
             )
         insists = spec.version is not None or spec.max_version is not None or spec.on_version_loss != "segment"
-        if self._config.fleet.mode == "inflight" and insists:
+        if mode_of(self._config.fleet).mixes and insists:
             raise UnsupportedField(
                 f"session {spec.session_id} insists on its version, or on none newer than `max_version`, and mode "
                 "`inflight` changes it under running turns",

@@ -17,11 +17,13 @@ import numpy as np
 
 from gateway.core.fleet.config import FleetConfig
 from gateway.core.fleet.intake import intake_changes
+from gateway.core.fleet.modes import mode_of
 from gateway.core.fleet.refresh import refresh_decisions
 from gateway.core.fleet.state import EngineState, FleetState, TurnLoad
 from gateway.core.packing.engine_views import EngineView, SessionLoad, engine_views, weigh
 from gateway.core.packing.lengths import TurnLengths
-from gateway.core.packing.repack import Move, RepackConfig, plan_repack
+from gateway.core.packing.planners import plan_repack
+from gateway.core.packing.plans import Move, RepackConfig
 from gateway.core.placing.scheduler import Admission, Demand, Placement, admit, place
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
@@ -130,7 +132,7 @@ class Rollouts:
         s = self.settings
         self.state.newest = Version(1)
         self._at(s.publish_period_s, self._publish)
-        if s.fleet.mode == "repack":
+        if mode_of(s.fleet).packs:
             self._at(s.repack_interval_s, self._repack_again)
         self._changed()
         self._until(s.warm_up_s)
@@ -267,7 +269,7 @@ class Rollouts:
         for name in self.engines:
             self._sync(name)
         self._changed()
-        if self.settings.fleet.mode == "repack":
+        if mode_of(self.settings.fleet).packs:
             self._repack()
         self._at(self.now + self.settings.publish_period_s, self._publish)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gateway.core.fleet.modes import mode_of
 from gateway.core.fleet.order import Pool
 from gateway.core.fleet.state import EngineState, FleetState
 from gateway.core.types import SessionId, VersionPolicy
@@ -50,7 +51,7 @@ def named(sessions: tuple[SessionId, ...]) -> str:
 def hold(fleet: FleetState, engine: EngineState, now: float) -> Hold | None:
     """The hold that keeps the engine from the newer version that it could load; None: there is none."""
     empty = not engine.turns and not engine.intake_open and engine.status == "serving" and engine.newer
-    if not empty or fleet.config.mode == "inflight" or fleet.num_serving(Pool(engine.version)) > 1:
+    if not empty or mode_of(fleet.config).mixes or fleet.num_serving(Pool(engine.version)) > 1:
         return None
     if not fleet.needed(engine.version):
         return None

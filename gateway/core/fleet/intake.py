@@ -4,12 +4,6 @@ Invariants:
 - an intake is open on a `serving` engine alone;
 - a closed engine with a newer version at hand is below `min_util` for at most `drain_max_s`: then it takes a batch
   more, or, beyond the staleness bound, its stragglers leave it. (Not in mode `barrier`, which is there to wait.)
-
-| mode | intake closes for a newer version |
-|---|---|
-| `drain`, `repack` | after `intake_min_batch` sessions |
-| `inflight` | never |
-| `barrier` | at once |
 """
 
 from __future__ import annotations
@@ -17,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gateway.core.fleet.modes import mode_of
 from gateway.core.fleet.state import EngineState, FleetState
 from gateway.core.types import EngineName
 
@@ -42,14 +37,12 @@ def intake_changes(fleet: FleetState, now: float) -> list[IntakeChange]:
 
 
 def _intake(fleet: FleetState, engine: EngineState, now: float) -> Iterable[IntakeChange]:
-    c = fleet.config
-    newer = engine.newer
-    if c.mode == "inflight":
+    c, mode, newer = fleet.config, mode_of(fleet.config), engine.newer
+    if mode.mixes:
         if not engine.intake_open:
             yield IntakeChange(engine.name, True, "a newer version interrupts no turn")
     elif engine.intake_open:
-        enough = 0 if c.mode == "barrier" else c.intake_min_batch
-        if newer and not engine.reopened and engine.admitted >= enough:
+        if newer and not engine.reopened and engine.admitted >= mode.intake_min(c):
             yield IntakeChange(engine.name, False, f"version {engine.available} is here; {engine.admitted} admitted")
         elif newer and not engine.turns:
             yield IntakeChange(engine.name, False, f"version {engine.available} is here and nothing runs")
@@ -76,9 +69,9 @@ def _note_use(fleet: FleetState, engine: EngineState, now: float) -> None:
 def straggling(fleet: FleetState, engine: EngineState, now: float) -> bool:
     """Few turns have kept the engine from its refresh for too long."""
     since = engine.below_since
-    if since is None or not engine.turns or fleet.config.mode == "barrier":
+    if since is None or not engine.turns:
         return False
-    return now - since >= fleet.config.drain_max_s
+    return now - since >= mode_of(fleet.config).patience_s(fleet.config)
 
 
 def fresh(fleet: FleetState, engine: EngineState) -> bool:

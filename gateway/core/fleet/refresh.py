@@ -4,12 +4,6 @@ Invariants:
 - an engine loads only when it is empty, or is emptied for it (`interrupted`); one whose kind loads no versions never;
 - the last engine of a version does not leave it while a live session needs it, until its hold is over
   (`gateway.core.fleet.hold`).
-
-| mode | an engine loads a newer version |
-|---|---|
-| `drain`, `repack` | when it is empty |
-| `inflight` | at once: its turns pause, and go on under the new version |
-| `barrier` | when every engine that has it at hand is empty |
 """
 
 from __future__ import annotations
@@ -18,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from gateway.core.fleet.hold import hold, note_holds
 from gateway.core.fleet.intake import fresh, stragglers, straggling
+from gateway.core.fleet.modes import mode_of
 from gateway.core.fleet.order import Pool
 from gateway.core.fleet.state import EngineState, FleetState
 from gateway.core.types import NO_VERSION, EngineName, SessionId, TurnId, Version
@@ -48,7 +43,7 @@ def refresh_decisions(fleet: FleetState, now: float) -> list[RefreshDecision]:
         decision = _reload(fleet, version, now)
         if decision is not None:
             decisions.append(_decided(fleet, decision))
-    barred = fleet.config.mode == "barrier" and _others_run(fleet)  # engines that begin to load change nothing of it
+    barred = mode_of(fleet.config).bars(fleet)  # engines that begin to load change nothing of it
     for engine in fleet.sorted_engines():
         decision = _refresh(fleet, engine, now, barred=barred)
         if decision is not None:
@@ -102,7 +97,7 @@ def _refresh(fleet: FleetState, engine: EngineState, now: float, *, barred: bool
         return None
     if engine.version in fleet.insisted:
         return None  # turns that wait for this version are placed here next, or give up at their deadline
-    if fleet.config.mode == "inflight":
+    if mode_of(fleet.config).mixes:
         return RefreshDecision(engine.name, engine.available, "a newer version is here")
     if engine.intake_open or barred:
         return None
@@ -136,10 +131,10 @@ def _needed(fleet: FleetState, engine: EngineState) -> RefreshDecision | None:
 
 
 def _interrupting(fleet: FleetState, engine: EngineState, now: float) -> RefreshDecision | None:
-    """A refresh although turns run: in mode `inflight`, or when stragglers have no other end."""
+    """A refresh although turns run: in a mode that mixes versions, or when stragglers have no other end."""
     if engine.status != "serving" or not engine.newer:
         return None
-    if fleet.config.mode == "inflight":
+    if mode_of(fleet.config).mixes:
         return RefreshDecision(
             engine.name, engine.available, "a newer version is here", (), tuple(sorted(engine.turns))
         )
@@ -149,12 +144,6 @@ def _interrupting(fleet: FleetState, engine: EngineState, now: float) -> Refresh
     stranded = fleet.live_sessions(engine.version) if alone else ()
     reason = f"{stragglers(fleet, engine)}; beyond the staleness bound"
     return RefreshDecision(engine.name, engine.available, reason, stranded, tuple(sorted(engine.turns)))
-
-
-def _others_run(fleet: FleetState) -> bool:
-    """Whether an engine at the barrier still runs a turn or takes sessions."""
-    at_it = [e for e in fleet.engines.values() if e.status == "serving" and e.newer]
-    return any(e.turns or e.intake_open for e in at_it)
 
 
 def load_failed(engine: EngineState, decision: RefreshDecision, error: str, *, by_engine: bool) -> None:

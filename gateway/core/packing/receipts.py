@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.core.packing.repack import Freed, Move
+from gateway.core.packing.plans import Freed, Move
 from gateway.core.types import EngineName, Version
 
 RECEIPTS_MAX = 1000

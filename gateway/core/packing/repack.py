@@ -19,9 +19,6 @@ sessions hold what their next turn begins from. What happens after that, later p
 **Prices.** To move a session costs its destination the prefill of all its tokens. To free an engine gains the time that
 its longest session would still hold it, times the share of its batch that stays empty meanwhile. Both are seconds of an
 engine; an engine whose gain is not above its price stays.
-
-A plan says where the sessions of an engine go (`Route`); its moves are listed when they begin, or somebody reads them.
-It is made in parts, each of bounded work: the event loop that plans also carries every token of the fleet.
 """
 
 from __future__ import annotations
@@ -31,111 +28,17 @@ import itertools
 import math
 import operator
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import msgspec
 
-from gateway.core.packing.engine_views import EngineView, SessionLoad
-from gateway.core.types import EngineName, SessionId, TurnId, Version
+from gateway.core.packing.engine_views import EngineView
+from gateway.core.packing.plans import Freed, Plan, RepackConfig, Route
+from gateway.core.types import EngineName, Version
 
 PART_SESSIONS = 256
 """Sessions that one part of a plan tries to move: about a millisecond to plan, and some five to start their moves."""
-
-
-@dataclass(frozen=True, slots=True)
-class RepackConfig:
-    moves_max: int = 4  # of one session in its life
-    prefill_tokens_per_s: float = 1000.0  # price of moving: every token of a moved session is computed again
-
-
-class Move(msgspec.Struct, frozen=True, gc=False):
-    turn_id: TurnId | None
-    session_id: SessionId
-    source: EngineName
-    destination: EngineName
-    tokens: int  # to prefill again, for a waiting session when it comes back
-    price_s: float
-
-    @property
-    def key(self) -> str:
-        return self.turn_id or self.session_id
-
-
-class Freed(msgspec.Struct, frozen=True):
-    """One engine that the plan empties, with the price of its moves and the gain, in engine seconds."""
-
-    engine: EngineName
-    price_s: float
-    gain_s: float
-    busy: float  # share of B that it ran
-
-
-class Route(msgspec.Struct, frozen=True):
-    """Where the sessions of one engine go: all to the only destination, or each to its own."""
-
-    source: EngineName
-    destinations: Sequence[EngineName]
-    num_sessions: int
-    list_sessions: Callable[[], Sequence[SessionLoad]]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """`freed` engines are empty once the moves are done. `reasons` says, per engine looked at, why or why not."""
-
-    version: Version
-    routes: tuple[Route, ...] = field(compare=False)
-    freed: tuple[Freed, ...]
-    reasons: tuple[str, ...]
-    prefill_tokens_per_s: float
-
-    @cached_property
-    def moves(self) -> tuple[Move, ...]:
-        """All moves in the order in which they were planned, with the tokens of that moment."""
-        return tuple(
-            Move(s.turn_id, s.session_id, route.source, there, s.tokens, s.tokens / self.prefill_tokens_per_s)
-            for route in self.routes
-            for s, there in zip(route.list_sessions(), itertools.cycle(route.destinations), strict=False)
-        )
-
-    @property
-    def num_moves(self) -> int:
-        return sum(route.num_sessions for route in self.routes)
-
-    @property
-    def price_s(self) -> float:
-        return sum(f.price_s for f in self.freed)
-
-    @property
-    def gain_s(self) -> float:
-        return sum(f.gain_s for f in self.freed)
-
-
-def behind(versions: Iterable[Version], newest: Version) -> list[Version]:
-    """Of the versions of all engines, the older ones that more than one engine serves: those that can be packed."""
-    return sorted(version for version, count in Counter(versions).items() if count > 1 and version < newest)
-
-
-def plan_repack(
-    engines: Sequence[EngineView], newest: Version, config: RepackConfig, *, seed: int = 0
-) -> tuple[Plan, ...]:
-    """One plan for each of the versions `behind`; may hold no moves, then says why."""
-    groups = {v: [e for e in engines if e.version == v] for v in behind((e.version for e in engines), newest)}
-    return tuple(whole(list(plan_parts(group, v, config, seed=seed))) for v, group in groups.items())
-
-
-def whole(parts: Sequence[Plan]) -> Plan:
-    """The plan that was made in `parts`."""
-    return Plan(
-        parts[0].version,
-        tuple(route for part in parts for route in part.routes),
-        tuple(sorted((freed for part in parts for freed in part.freed), key=lambda f: f.engine)),
-        tuple(reason for part in parts for reason in part.reasons),
-        parts[0].prefill_tokens_per_s,
-    )
 
 
 def past_peak(engine: EngineView) -> str:
@@ -186,13 +89,12 @@ def _free(source: _Bin, destinations: _Destinations, config: RepackConfig, part:
         why_not = why_not or "the engines of its version have no room for all of it"
         part.reasons.append(f"{view.name} stays: {why_not}")
         return set()
-    part.routes.append(route)
-    part.freed.append(freed)
     there, weight = set(route.destinations), view.weight
     where = " and ".join(sorted(there))
-    part.reasons.append(
-        f"{view.name} goes to {where}: {weight.num_turns} turns, {weight.tokens} tokens to prefill again"
-    )
+    reason = f"{view.name} goes to {where}: {weight.num_turns} turns, {weight.tokens} tokens to prefill again"
+    part.routes.append(route)
+    part.freed.append(msgspec.structs.replace(freed, reason=reason))
+    part.reasons.append(reason)
     return there
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gateway.core.fleet.modes import mode_of
 from gateway.core.fleet.order import Load, Pool
 from gateway.core.fleet.state import EngineState, FleetState, Wanted
 from gateway.core.placing.retry_after import UNKNOWN_S
@@ -185,7 +186,7 @@ def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
 
 def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placement | Wait | Lost:
     own = fleet.engines.get(demand.session.engine) if demand.session.engine is not None else None
-    if fleet.config.mode == "inflight" and own is not None and own.name not in demand.avoid:
+    if mode_of(fleet.config).mixes and own is not None and own.name not in demand.avoid:
         if own.status == "refreshing":
             return Wait(f"engine {own.name} loads a version", cause="version")
         allowed = demand.session.spec.allows(own.version) and demand.suits(own)

@@ -178,7 +178,7 @@ def planner(made: Scene) -> Repacker:
     for length in lengths(KEPT):
         learnt.ended(length)
     sessions: Any = SimpleNamespace(running={}, lengths=learnt, live=())
-    config: Any = SimpleNamespace(fleet=made.fleet.config, prefill_tokens_per_s=1000.0, seed=0)
+    config: Any = SimpleNamespace(fleet=made.fleet.config, prefill_tokens_per_s=1000.0, seed=0, planner="priced")
     fleet: Any = SimpleNamespace(state=made.fleet)
     return Repacker(config, fleet, sessions, _durations(), None)  # type: ignore[arg-type]
 

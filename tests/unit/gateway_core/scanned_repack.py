@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from gateway.core.packing.engine_views import EngineView, SessionLoad
-from gateway.core.packing.repack import Freed, Move, RepackConfig, past_peak
+from gateway.core.packing.plans import Freed, Move, RepackConfig
+from gateway.core.packing.repack import past_peak
 from gateway.core.types import Version
 
 
@@ -68,8 +71,8 @@ def plan_group(group: Sequence[EngineView], version: Version, config: RepackConf
         order = [b for b in order if b.view.name != source.name]
         taken |= {d.view.name for _, d in routes}
         moves += [_move(load, source, d, config) for load, d in routes]
-        freed.append(_freed(source, config))
         reasons.append(_told(source, routes))
+        freed.append(msgspec.structs.replace(_freed(source, config), reason=reasons[-1]))
     reasons += [f"{b.view.name} stays: others come to it" for b in order if b.view.inbound]
     return Reference(version, tuple(moves), tuple(sorted(freed, key=lambda f: f.engine)), tuple(reasons))
 

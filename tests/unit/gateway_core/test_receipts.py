@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.core.packing.plans import Freed, Move
 from gateway.core.packing.receipts import PRICES_MIN, RECEIPTS_MAX, Receipt, ReceiptBook
-from gateway.core.packing.repack import Freed, Move
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 
 E0, E1 = EngineName("e0"), EngineName("e1")

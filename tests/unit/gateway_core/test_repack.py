@@ -19,15 +19,9 @@ from gateway.core.fleet.state import TurnLoad
 from gateway.core.packing import repack
 from gateway.core.packing.engine_views import EngineView, SessionLoad, Weight, steady, weigh
 from gateway.core.packing.lengths import TurnLengths
-from gateway.core.packing.repack import (
-    Move,
-    Plan,
-    RepackConfig,
-    past_peak,
-    plan_parts,
-    plan_repack,
-    whole,
-)
+from gateway.core.packing.planners import plan_repack
+from gateway.core.packing.plans import Move, Plan, RepackConfig, whole
+from gateway.core.packing.repack import past_peak, plan_parts
 from gateway.core.types import EngineName, SessionId, TurnId, Version
 from tests.support.quick import examples
 from tests.unit.gateway_core import scanned_repack

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.core.packing.engine_views import SessionLoad, steady
-from gateway.core.packing.repack import Freed, Move, Plan, Route
+from gateway.core.packing.plans import Freed, Move, Plan, Route
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, Version
 from gateway.repack.mover import MOVES_AT_ONCE, TurnMover

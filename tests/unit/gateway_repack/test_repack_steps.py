@@ -9,7 +9,7 @@ import pytest
 
 from gateway.core.fleet.intake import intake_changes
 from gateway.core.packing import repack
-from gateway.core.packing.repack import Plan
+from gateway.core.packing.plans import Plan
 from gateway.core.types import Version
 from gateway.repack import loop
 from tests.bench.core.__main__ import planner
