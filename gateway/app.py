@@ -37,6 +37,7 @@ from gateway.api.ui.feed import Feed
 from gateway.api.ui.routes import add_ui_routes
 from gateway.config import GatewayConfig
 from gateway.core.connections import STRANGER_S, Connections
+from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.modes import mode_of
 from gateway.core.fleet.state import FleetState
 from gateway.core.packing.lengths import SessionDurations
@@ -354,13 +355,14 @@ def assemble(
     """Puts the rooms together. Without a `codec`, as in tests, no id ends a turn, and every id is in the vocabulary.
     `claims`, `gateways`: where this gateway shares a store with others."""
     timeline = stores.timeline
-    state = FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s)
+    machine = FleetMachine(FleetState(config.fleet, prefill_tokens_per_s=config.prefill_tokens_per_s))
     known_groups = KnownGroups()
-    live = SessionRegistry(config, state, stores.sessions, timeline, known_groups, tracer, gateways)
-    trainer = Trainer(config, state, live, stores.buffer, stores.reader)
+    live = SessionRegistry(config, machine, stores.sessions, timeline, known_groups, tracer, gateways)
+    trainer = Trainer(config, machine.state, live, stores.buffer, stores.reader)
     adapters = AdapterContext(model=config.model, tokenizer=codec, stall_timeout_s=config.stall_timeout_s)
     context_tokens = 0 if codec is None else codec.context_tokens or 0
-    fleet = Fleet(config, state, timeline, trainer.admission, adapters, stores.lineage, context_tokens, tracer, claims)
+    admission = trainer.admission
+    fleet = Fleet(config, machine, timeline, admission, adapters, stores.lineage, context_tokens, tracer, claims)
     sessions = TurnService(
         config,
         live,

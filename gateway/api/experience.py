@@ -265,7 +265,7 @@ class _Handlers:
             )
         else:
             self._deps.trainer.published(wanted.trainer_version)
-        self._deps.fleet.reconcile()  # another bound may admit sessions that wait
+        self._deps.fleet.decide_soon()  # another bound may admit sessions that wait
         bound = self._deps.staleness_max if wanted.staleness_max is None else wanted.staleness_max
         if wanted.version_min:
             bound = min(bound, version - wanted.version_min)

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, Protocol
 
 import msgspec
 
-from gateway.core.types import NO_VERSION, FinishReason, SamplingParams, TopLogprob, Version
+from gateway.core.types import FinishReason, SamplingParams, TopLogprob
 from protos.access.credentials import Credentials
 from protos.access.tls import relays_of, with_true_ends
 from protos.errors import LaminarError
@@ -145,30 +145,6 @@ def _check_word(what: str, reported: str) -> None:
         raise EngineFailed(
             f"it reports a {what} of {len(reported)} characters", hint=f"at most {WORD_MAX} are accepted"
         )
-
-
-VERSION_DIGITS_MAX = 18
-"""Of a version: a longer number fits no store, and no relay assigns it."""
-
-
-UNNAMED = ("", "default")
-"""Labels of weights that nobody named."""
-FOREIGN = Version(-1)
-"""Of weights that no relay gave an engine, and that it was not started with."""
-
-
-def is_version(label: str) -> bool:
-    return label.isascii() and label.isdigit() and len(label) <= VERSION_DIGITS_MAX
-
-
-def version_of(label: str, started_with: str | None = None) -> Version:
-    """The version in an engine's label. Any other label is that of the weights it was started with; where these are
-    known by the label `started_with`, which may be "", another one is FOREIGN."""
-    if is_version(label):
-        return Version(int(label))
-    if started_with is None or label == started_with or (not started_with and label in UNNAMED):
-        return NO_VERSION
-    return FOREIGN
 
 
 class PassedAnswer(Protocol):

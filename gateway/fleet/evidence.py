@@ -21,9 +21,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from gateway.core.fleet.labels import version_of
 from gateway.core.fleet.state import EngineStatus
 from gateway.core.types import EngineName
-from gateway.engines.base import EngineFailed, version_of
+from gateway.engines.base import EngineFailed
 from gateway.fleet.handle import EngineHandle
 from gateway.runtime.clock import unix_s
 from protos.foreign_text import quoted

@@ -1,9 +1,10 @@
 """The fleet: its engines, and the places that turns have on them. The shell around `core.fleet`, assembled here.
 
-Owner of `FleetState`: everything runs on one event loop, and the state changes only between awaits.
+Owner of the machine: everything runs on one event loop, and the state changes only between awaits.
 - `watcher` polls engines, `refresh` loads versions into them, `places` assigns turns to them, `pins` keeps versions on
   relays, `evidence` verifies which version an engine ran;
-- whatever changes an input of a decision calls `reconcile`, which decides intakes, refreshes and the queue anew.
+- what happens is sent to the machine (`send`), and its effects are carried out here. Soon after an event that changes
+  an input of a decision, one round decides for all of them: intakes, refreshes, and then the queue.
 """
 
 from __future__ import annotations
@@ -11,15 +12,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.faults import soonest_s
-from gateway.core.fleet.intake import intake_changes
-from gateway.core.fleet.refresh import refresh_decisions
-from gateway.core.fleet.state import EngineState, FleetState
-from gateway.core.placing.event_size import mean_pace
+from gateway.core.fleet.events import (
+    Added,
+    ConnectionBroke,
+    Effect,
+    Emptied,
+    Event,
+    HoldBegan,
+    Noted,
+    PollMissed,
+    PollWanted,
+    RelayReported,
+    Removed,
+    RoundBegan,
+    TurnFailed,
+    VersionCame,
+)
+from gateway.core.fleet.intake import IntakeChange
+from gateway.core.fleet.machine import FleetMachine
+from gateway.core.fleet.refresh import RefreshDecision
+from gateway.core.fleet.state import EngineState
 from gateway.core.placing.reasons import closed_reason
 from gateway.core.placing.scheduler import Admission
 from gateway.core.types import NO_VERSION, EngineName, TurnId, Version
@@ -40,6 +57,7 @@ from gateway.store.lineage import LineageStore
 from protos.access.credentials import credentials_in
 from protos.engines import check_relay
 from protos.errors import Conflict, NotFound, Unavailable
+from protos.telemetry.logs import about
 from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
@@ -48,7 +66,7 @@ ELSEWHERE_MAX = 64  # engines that are not in the fleet, of which the status has
 TICK_S = 0.5
 """How late the expiry of an age or of a hold may be noticed."""
 FAULTS: frozenset[CutReason] = frozenset({"protocol", "server_error", "early_end"})
-"""Cuts for which an engine is to blame, and neither its end, nor a pause, nor that it is full."""
+"""Cuts for which an engine is to blame: see `TurnFailed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +86,7 @@ class Fleet:
     def __init__(
         self,
         config: GatewayConfig,
-        state: FleetState,
+        machine: FleetMachine,
         timeline: Timeline,
         admission: Callable[[], Admission],
         adapters: AdapterContext,
@@ -84,15 +102,15 @@ class Fleet:
         why, by their names; the last ELSEWHERE_MAX."""
         self.lost = set[str]()
         """Names of engines that left since another gateway claimed them; whoever added them may try again."""
-        self.state = state
+        self.machine, self.state = machine, machine.state
         self.handles: dict[EngineName, EngineHandle] = {}
         self.version_available = asyncio.Event()  # some engine could load a newer version: wakes the repack loop
         self.evidence = VersionEvidence(self.handles)
-        self.places = Places(state, admission, self, queue_max=config.queue_max)
+        self.places = Places(self.state, admission, self, queue_max=config.queue_max)
         credentials = credentials_in(config.credentials)
         self._adapters = adapters = replace(adapters, tls=engine_tls(credentials))
         self._timeline = timeline
-        self._reconciling: asyncio.Handle | None = None  # `reconcile` is scheduled in this round of the event loop
+        self._deciding: asyncio.Handle | None = None  # a round of decisions is scheduled
         self._tasks = Supervisor()
         self.relays = Relays(
             config.model,
@@ -102,17 +120,16 @@ class Fleet:
             saw=lineage.keep if lineage else lambda: None,
             credentials=credentials,
         )
-        self.announcements = Announcements(self.relays, lambda: state.newest)
-        self.pins = VersionPins(config.model, state, self.relays, timeline)
-        self._watcher = EngineWatcher(
-            config, state, self.relays, self.reconcile, adapters.tokenizer, context_tokens, adapters.tls
-        )
+        self.announcements = Announcements(self.relays, lambda: machine.state.newest)
+        self.pins = VersionPins(config.model, self.state, self.relays, timeline)
+        self._watcher = EngineWatcher(config, self.send, adapters.tokenizer, context_tokens, adapters.tls)
         self._refresher = Refresher(
             config.model,
             self.relays,
             self.evidence,
             interrupt=self.places.interrupt,
-            reconcile=self.reconcile,
+            send=self.send,
+            timeline=timeline,
             probes=config.probe,
             tracer=tracer,
         )
@@ -137,12 +154,12 @@ class Fleet:
     async def close(self) -> None:
         """Stops polling, fails every turn that waits for a place, and closes every connection."""
         self.places.close()
-        if self._reconciling is not None:
-            self._reconciling.cancel()
         for task in self._loops:
             task.cancel()
         for name in list(self.handles):
             await self.remove(name)
+        if self._deciding is not None:
+            self._deciding.cancel()
         await self._tasks.close()
         await self.claims.close()
 
@@ -187,15 +204,15 @@ class Fleet:
         name = EngineName(spec.name)
         self._check_spec(spec)
         adapter = connect(spec.kind, spec.url, self._adapters)
-        state = EngineState(name, spec.kind, spec.url, spec.relay or "", spec.loads)
         if not spec.loads:
             log.info("engine %s keeps the version that it was started with: kind %s loads no others", name, spec.kind)
-        if spec.relay is not None:
+        if spec.relay is None:
+            self.send(Added(name, spec.kind, spec.url, loads=spec.loads))
+        else:
             self.relays.follow(spec.relay)
-            state.available = self.relays.newest(spec.relay) or NO_VERSION
-            state.loadable = self.relays.held(spec.relay)
-        handle = self.handles[name] = EngineHandle(spec, adapter, state, self._timeline)
-        self.state.add(state)
+            held, newest = self.relays.held(spec.relay), self.relays.newest(spec.relay) or NO_VERSION
+            self.send(Added(name, spec.kind, spec.url, spec.relay, spec.loads, held, newest))
+        handle = self.handles[name] = EngineHandle(spec, adapter, self.state.engines[name])
         watcher = self._watcher
         handle.watch = self._tasks.keep_running(
             lambda: watcher.watch(handle), f"watch-{name}", lambda error: watcher.failed(handle, error)
@@ -233,7 +250,7 @@ class Fleet:
         handle = self.handles.pop(name, None)
         if handle is None:
             raise NotFound(f"no engine named {name!r}", hint=f"there are: {', '.join(sorted(self.handles)) or 'none'}")
-        self.state.remove(name)
+        self.send(Removed(name))
         try:
             await handle.close()
             self._give_back(handle.spec.url)
@@ -241,7 +258,6 @@ class Fleet:
             relay = handle.spec.relay
             if relay is not None and not any(other.spec.relay == relay for other in self.handles.values()):
                 await self.relays.unfollow(relay)
-        self.reconcile()
 
     async def polled(self) -> None:
         """Returns once every engine was polled; each poll has its deadline."""
@@ -250,39 +266,16 @@ class Fleet:
 
     def suspect(self, engine: EngineName) -> None:
         """A connection to the engine broke: it gets no turn before it responded to another poll, which is made now."""
-        handle = self.handles.get(engine)
-        if handle is not None:
-            handle.suspect()
+        self.send(ConnectionBroke(engine))
 
     def failed(self, engine: EngineName, turn_id: TurnId, cut: StreamCut) -> None:
-        """A turn was cut there: the engine is suspected, and out for a while if turn after turn fails."""
-        handle = self.handles.get(engine)
-        if handle is None:
-            return
-        handle.suspect()
-        faults = handle.state.faults
-        out_s = faults.failed(turn_id, time.monotonic(), str(cut)) if cut.reason in FAULTS else 0.0
-        if out_s:
-            handle.shun(f"turn after turn failed on it, so it gets none for {out_s:g} s; the last: {cut}")
-            asyncio.get_running_loop().call_later(out_s, handle.poll_now.set)
-
-    def ended_well(self, engine: EngineName) -> None:
-        """A turn did there."""
-        state = self.state.engines.get(engine)
-        if state is not None:
-            state.faults.ended_well()
+        """A turn was cut there."""
+        self.send(TurnFailed(engine, turn_id, str(cut), cut.reason in FAULTS))
 
     def out_s(self) -> float:
         """Until an engine takes turns on which not turn after turn failed; 0 if there is one, or may be."""
         faults = [engine.faults for engine in self.state.engines.values() if engine.status != "dead"]
         return soonest_s(faults, time.monotonic())
-
-    def decoded(self, engine: EngineName, num_tokens: int, seconds: float) -> None:
-        """Measured: so many tokens of one turn came `seconds` after those before them."""
-        state = self.state.engines.get(engine)
-        if state is not None:
-            state.curve.observe(len(state.turns), num_tokens, seconds)
-            self.state.token_s = mean_pace(self.state.token_s, num_tokens, seconds)
 
     @property
     def context_tokens(self) -> int:
@@ -292,70 +285,81 @@ class Fleet:
 
     # -- what follows from a change
 
-    def turn_left(self, engine: EngineName) -> None:
-        """A turn has left the engine. Implements `places.Owner`."""
-        handle = self.handles.get(engine)
-        if handle is not None:
-            handle.left.set()
-        if self.places.queued or handle is None or not self.state.unmoved(handle.state):
-            self.reconcile_soon()
+    def send(self, event: Event) -> None:
+        """Takes an event to the machine, and carries out what follows."""
+        self._carry_out(self.machine.handle(event, time.monotonic()))
+        if self.machine.changed:
+            self.decide_soon()
 
-    def reconcile_soon(self) -> None:
-        """Schedules one `reconcile` for all turns that leave engines or begin to wait in one round of the event loop.
+    def decide_soon(self) -> None:
+        """Schedules one round for all that happens in one round of the event loop.
 
         It looks at the whole queue. When engines load under a thousand turns, all of them leave and wait again:
-        reconciling for each of them took nearly two seconds of a core, in which no engine could begin to load.
+        deciding for each of them took nearly two seconds of a core, in which no engine could begin to load.
         """
-        if self._reconciling is None:
-            self._reconciling = asyncio.get_running_loop().call_soon(self.reconcile)
+        if self._deciding is None:
+            self._deciding = asyncio.get_running_loop().call_soon(self._decide)
 
     def reconcile(self) -> None:
-        """Opens and closes intakes, starts the refreshes that became possible, and serves the queue."""
-        if self._reconciling is not None:
-            self._reconciling.cancel()
-            self._reconciling = None
-        now = time.monotonic()
-        for change in intake_changes(self.state, now):
-            state = "intake open" if change.open else "intake closed"
-            self._timeline.add("engine", engine=change.engine, state=state, reason=change.reason)
-        self.state.insisted, self.state.waiting_since = self.places.wanted(), self.places.waiting_since()
-        self._start_refreshes(now)
-        self._log_holds(now)
+        """Decides at once, for every engine: opens and closes intakes, starts refreshes, and serves the queue."""
+        self._decide(everything=True)
+
+    def _decide(self, *, everything: bool = False) -> None:
+        if self._deciding is not None:
+            self._deciding.cancel()
+            self._deciding = None
+        self.send(RoundBegan(self.places.wanted(), self.places.waiting_since(), everything))
         self.places.serve()
 
-    def _start_refreshes(self, now: float) -> None:
-        for decision in refresh_decisions(self.state, now):
-            handle = self.handles[decision.engine]
-            refresh = self._refresher.refresh(handle, decision)
-            handle.refresh = self._tasks.start(refresh, f"refresh-{decision.engine}")
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Noted():
+                    self._note(effect)
+                case IntakeChange(engine, opens, reason):
+                    state = "intake open" if opens else "intake closed"
+                    self._timeline.add("engine", engine=engine, state=state, reason=reason)
+                case RefreshDecision():
+                    handle = self.handles[effect.engine]
+                    refresh = self._refresher.refresh(handle, effect)
+                    handle.refresh = self._tasks.start(refresh, f"refresh-{effect.engine}")
+                case PollWanted(engine, after_s):
+                    self._poll_again(self.handles[engine].poll_now, after_s)
+                case PollMissed(engine, error):
+                    self._timeline.add("look", engine=engine, error=error)
+                case HoldBegan(engine):
+                    self._log_hold(self.state.engines[engine])
+                case Emptied(engine):
+                    self.handles[engine].emptied.set()
+                case VersionCame():
+                    self.version_available.set()
 
-    def _log_holds(self, now: float) -> None:
-        """Logs once whenever an engine begins to stay on its version for sessions."""
-        for handle in self.handles.values():
-            held = handle.state.held_since is not None
-            if held and not handle.held:
-                reason = closed_reason(self.state, handle.state, now)
-                log.info("engine %s %s; %d turns wait", handle.state.name, reason, self.places.queued)
-                self._timeline.add("engine", engine=handle.state.name, state="held", reason=reason)
-            handle.held = held
+    def _note(self, noted: Noted) -> None:
+        if noted.state:
+            self._timeline.add("engine", engine=noted.engine, state=noted.state, reason=noted.reason)
+        if noted.text:
+            version = self.state.engines[noted.engine].version if noted.version is None else noted.version
+            extra = about(engine=noted.engine, version=version)
+            level = logging.WARNING if noted.warns else logging.INFO
+            log.log(level, "engine %s%s", noted.engine, noted.text, extra=extra)
+
+    def _poll_again(self, poll_now: asyncio.Event, after_s: float) -> None:
+        if after_s:
+            asyncio.get_running_loop().call_later(after_s, poll_now.set)
+        else:
+            poll_now.set()
+
+    def _log_hold(self, engine: EngineState) -> None:
+        reason = closed_reason(self.state, engine, time.monotonic())
+        log.info("engine %s %s; %d turns wait", engine.name, reason, self.places.queued)
+        self._timeline.add("engine", engine=engine.name, state="held", reason=reason)
 
     def _version_available(self, address: str, version: Version) -> None:
         """A relay responded for the first time, or what it holds has changed. `version`: the one that came; 0: none."""
-        if version > self.state.newest:
-            self.state.newest = version
-        self.announcements.changed()
-        held = self.relays.held(address)
-        for handle in self.handles.values():
-            if handle.spec.relay == address:
-                handle.state.loadable = held
-                if version > handle.state.available:
-                    handle.state.available = version
-                    self.version_available.set()
         if version:
             self._timeline.add("version", version=version, relay=address)
-        for handle in list(self.handles.values()):
-            self._watcher.settle(handle)
-        self.reconcile()
+        self.send(RelayReported(address, version, self.relays.held(address)))
+        self.announcements.changed()
 
     async def _tick(self) -> None:
         """Ages and holds expire by the clock, without any event."""

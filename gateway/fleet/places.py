@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from gateway.core.fleet.events import Event, TurnEntered, TurnLeft
 from gateway.core.fleet.state import FleetState, TurnLoad, Wanted
 from gateway.core.placing.reasons import closed_reasons
 from gateway.core.placing.retry_after import Pace, retry_for_a_place
@@ -30,12 +31,11 @@ from gateway.core.placing.scheduler import (
     Placement,
     Refusals,
     Wait,
-    admit,
     place,
     reservable,
     wanted_versions,
 )
-from gateway.core.placing.text_requests import TextDemand, Unable, admit_text, place_text
+from gateway.core.placing.text_requests import TextDemand, Unable, place_text
 from gateway.core.types import EngineName, TurnId, Version
 from protos.errors import LaminarError, OutOfCapacity, Unavailable, VersionLost
 
@@ -83,12 +83,12 @@ class Occupant(Protocol):
 class Owner(Protocol):
     """The fleet, which decides what follows from a change here."""
 
-    def turn_left(self, engine: EngineName) -> None:
-        """A turn has left the engine."""
+    def send(self, event: Event) -> None:
+        """Takes an event to the machine."""
         ...
 
-    def reconcile_soon(self) -> None:
-        """A turn has begun to wait."""
+    def decide_soon(self) -> None:
+        """The queue is to be served."""
         ...
 
 
@@ -149,7 +149,7 @@ class Places:
             raise OutOfCapacity(f"{waiting} {what} wait for an engine already", retry_after_s=after_s)
         waiter = _Waiter(demand, rank, asyncio.get_running_loop().create_future(), time.monotonic())
         self._queue.append(waiter)
-        self._owner.reconcile_soon()
+        self._owner.decide_soon()
         try:
             async with asyncio.timeout(timeout_s):
                 return await waiter.placed
@@ -189,15 +189,17 @@ class Places:
 
     def enter(self, engine: EngineName, load: TurnLoad) -> None:
         """The turn runs on `engine` from now on."""
-        self._state.engines[engine].enter(load)
+        self._owner.send(TurnEntered(engine, load))
 
     def leave(self, engine: EngineName, turn_id: TurnId) -> None:
         """The turn does not run on `engine` any more. May be called for a turn that never did."""
         state = self._state.engines.get(engine)
-        if state is not None and state.leave(turn_id):
+        if state is not None and turn_id in state.turns:
             self._left.happened(time.monotonic())
         self._occupants.pop(turn_id, None)
-        self._owner.turn_left(engine)
+        self._owner.send(TurnLeft(engine, turn_id))
+        if self._queue:
+            self._owner.decide_soon()
 
     def occupy(self, turn_id: TurnId, occupant: Occupant) -> None:
         """`occupant` is interrupted when the turn's engine is needed, until the turn leaves the engine."""
@@ -248,14 +250,7 @@ class Places:
                 reserved[engine.name] = waiter.rank
 
     def _book(self, placement: Placement, demand: Demand | TextDemand) -> None:
-        if isinstance(demand, TextDemand):
-            admit_text(placement, demand, self._state)
-            return
-        admit(placement, demand, self._state)
-        turn_id = demand.turn_id
-        if turn_id is not None:
-            load = TurnLoad(turn_id, demand.session.session_id, demand.prompt_tokens, demand.prompt_tokens)
-            self.enter(placement.engine, load)
+        self._owner.send(demand.booking(placement))
 
 
 def _by_rank(waiter: _Waiter) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 Invariants:
 - the order is acquire, fence, load, verify, label, unfence, release, probe; a load counts only if its pin was held to
   the end: without the pin, the relay may have recycled the memory while the engine read it;
-- on any error after the fence the engine stays fenced: it may hold half a version, or compute nothing of use;
 - a failed load is the state of that engine alone: it never stays `refreshing`, and is retried;
 - turns are interrupted before the load; a turn that has not left in time is cut by it, and resumes like any other;
 - which engine could not load which version is reported to the relay tier, so that the trainer's ticket shows it. A
@@ -18,7 +17,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from gateway.core.fleet.refresh import RefreshDecision, load_failed
+from gateway.core.fleet.events import Event, Loaded, LoadFailed, NotAcquired
+from gateway.core.fleet.refresh import RefreshDecision
 from gateway.core.fleet.state import EngineState
 from gateway.core.spans import load_span
 from gateway.core.types import TurnId, Version
@@ -29,17 +29,15 @@ from gateway.fleet.probe import Finding, compare, probe
 from gateway.fleet.relays import Relays
 from gateway.runtime.clock import unix_s
 from gateway.runtime.supervisor import log_failure, rpc_result
+from gateway.store import Timeline
 from paramserver.client import Lease, RelayClient
 from protos.errors import LaminarError, NotFound, VersionLost
 from protos.telemetry.context import parse_traceparent
-from protos.telemetry.logs import about
 from protos.telemetry.spans import Tracer
 
 log = logging.getLogger(__name__)
 
 LEASE_TTL_S = 60.0
-RETRY_S = 1.0
-RETRY_MAX_S = 30.0
 INTERRUPT_MAX_S = 2.0
 """For turns to leave an engine that is to load: they are only cancelled, so milliseconds are usual."""
 REPORT_TIMEOUT_S = 2.0
@@ -56,7 +54,7 @@ class _NotAcquired(Exception):
 
 
 class Refresher:
-    """`interrupt` makes a turn leave its engine; `reconcile` is called when a refresh has ended."""
+    """`interrupt` makes a turn leave its engine; `send` takes to the machine what came of a load."""
 
     def __init__(
         self,
@@ -65,7 +63,8 @@ class Refresher:
         evidence: VersionEvidence,
         *,
         interrupt: Callable[[TurnId], object],
-        reconcile: Callable[[], None],
+        send: Callable[[Event], None],
+        timeline: Timeline,
         probes: bool,
         tracer: Tracer | None = None,
     ) -> None:
@@ -76,7 +75,7 @@ class Refresher:
         self.unchanged = 0  # loads of another version after which an engine computed exactly what it did before
         self._probes = probes
         self._model, self._relays, self._evidence = model, relays, evidence
-        self._interrupt, self._reconcile = interrupt, reconcile
+        self._interrupt, self._send, self._timeline = interrupt, send, timeline
 
     async def refresh(self, handle: EngineHandle, decision: RefreshDecision) -> None:
         """Carries the decision out. Its failure becomes the engine's state; nothing is raised."""
@@ -94,10 +93,8 @@ class Refresher:
             log.exception("the load of version %d into engine %s failed", decision.to_version, state.name)
             self._failed(handle, decision, EngineFailed(f"its load failed with an unexpected error: {e!r}"))
             return
-        state.loaded(version)
-        handle.refresh_failures = 0
         self.refreshes += 1
-        handle.timeline.add(
+        self._timeline.add(
             "refresh",
             engine=state.name,
             from_version=before,
@@ -107,13 +104,7 @@ class Refresher:
             probe=finding,
             reason=decision.reason,
         )
-        if state.status == "refreshing":
-            handle.to("serving", f"version {version}")
-            if state.newer:
-                state.close_intake(time.monotonic())  # it serves only the sessions that insist on this version
-            else:
-                state.open_intake(time.monotonic())
-        self._reconcile()
+        self._send(Loaded(state.name, version))
 
     async def _refresh(self, handle: EngineHandle, decision: RefreshDecision) -> tuple[Version, float, Finding]:
         """The version loaded, the seconds for which the engine was fenced, and whether it computes otherwise now."""
@@ -148,8 +139,8 @@ class Refresher:
         try:
             async with asyncio.timeout(INTERRUPT_MAX_S):
                 while handle.state.turns:
-                    handle.left.clear()
-                    await handle.left.wait()
+                    handle.emptied.clear()
+                    await handle.emptied.wait()
         except TimeoutError:
             log.warning("engine %s loads with %d turns on it", handle.spec.name, len(handle.state.turns))
 
@@ -243,37 +234,15 @@ class Refresher:
     # -- failures
 
     def _not_reloaded(self, handle: EngineHandle, decision: RefreshDecision, error: _NotAcquired) -> None:
-        """Nothing was done to the engine: it goes on serving."""
+        """Nothing was done to the engine."""
         if error.gone and handle.spec.relay is not None:
             self._relays.gone(handle.spec.relay, decision.to_version)
-        handle.state.refresh_not_before = time.monotonic() + RETRY_S
         log.warning("version %d cannot be loaded again: %s", decision.to_version, error)
-        if handle.state.status == "refreshing":
-            handle.to("serving", f"version {handle.state.version}; {decision.to_version} could not be acquired")
-            handle.state.open_intake(time.monotonic())
-        self._reconcile()
+        self._send(NotAcquired(handle.state.name, decision.to_version))
 
     def _failed(self, handle: EngineHandle, decision: RefreshDecision, error: LaminarError) -> None:
-        if handle.state.tried != decision.to_version:
-            handle.refresh_failures = 0
-        handle.refresh_failures += 1
         self.failures += 1
         self.last_failure_unix_s = unix_s()
-        wait_s = min(RETRY_MAX_S, RETRY_S * 2 ** (handle.refresh_failures - 1))
-        state = handle.state
-        load_failed(state, decision, str(error), by_engine=isinstance(error, EngineFailed))
-        state.refresh_not_before = time.monotonic() + wait_s
         untouched = isinstance(error, SnapshotRefused) and decision.served
-        what = f"goes on with version {state.version}" if untouched else "stays fenced"
-        log.warning(
-            "engine %s %s, next try in %.0f s: %s",
-            state.name,
-            what,
-            wait_s,
-            error,
-            extra=about(engine=state.name, version=decision.to_version),
-        )
-        if state.status == "refreshing":
-            handle.to("serving" if untouched else "fenced", str(error))
-        handle.poll_now.set()
-        self._reconcile()
+        by_engine = isinstance(error, EngineFailed)
+        self._send(LoadFailed(handle.state.name, decision, str(error), by_engine, untouched))

@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gateway.core.fleet.labels import VERSION_DIGITS_MAX
 from gateway.core.types import NO_VERSION, Version
-from gateway.engines.base import VERSION_DIGITS_MAX
 from gateway.fleet.announcements import Looked
 from gateway.runtime.supervisor import Supervisor
 from paramserver.client import Lineage, ModelStatus, Origin, RelayClient, RelayStatus, TransferStatus

@@ -24,6 +24,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from gateway.core.fleet.events import TurnEndedWell
 from gateway.core.placing.text_requests import BYTES_PER_TOKEN, TEXT_ROUTES, TRIES_MAX, TextApi, TextDemand
 from gateway.core.types import EngineName, TurnId, Version
 from gateway.engines.base import PassedAnswer, StreamCut
@@ -181,7 +182,7 @@ class TextProxy:
             self._note_cut(forwarded, demand.turn_id, cut)
             raise
         if status == 200 and not streamed:  # all of it is there
-            self._fleet.ended_well(engine)
+            self._fleet.send(TurnEndedWell(engine))
         rest = self._rest(forwarded, demand.turn_id, answer, first)
         return Relayed(status, content_type, engine, forwarded.version, first, rest)
 
@@ -195,7 +196,7 @@ class TextProxy:
                 yield data
             if not tail.rstrip().endswith(b"[DONE]"):
                 raise StreamCut("early_end", f"engine {forwarded.engine} ended the stream before its end")
-            self._fleet.ended_well(forwarded.engine)
+            self._fleet.send(TurnEndedWell(forwarded.engine))
         except StreamCut as cut:
             self._failed += 1
             self._note_cut(forwarded, turn_id, cut)

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.engines.base import UNNAMED, AdapterContext, EngineAdapter, engine_tls, is_version, version_of
+from gateway.core.fleet.labels import UNNAMED, is_version, version_of
+from gateway.engines.base import AdapterContext, EngineAdapter, engine_tls
 from gateway.engines.kinds import connect
 from gateway.fleet.registrations import registered
 from gateway.fleet.watcher import PROBE_TEXT, same_ids

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from gateway.config import GatewayConfig
+from gateway.core.fleet.events import Learnt
 from gateway.core.fleet.state import EngineState, TurnLoad
 from gateway.core.packing.engine_views import EngineView, Loads, SessionLoad, engine_views, steady, weigh
 from gateway.core.packing.lengths import SessionDurations
@@ -82,7 +83,7 @@ class Repacker:
         """Plans, and starts the moves. One round at a time: a plan counts what earlier ones sent."""
         async with self._planning:
             self._round += 1
-            self._fleet.state.prefill_tokens_per_s = self.prefill_tokens_per_s
+            self._fleet.send(Learnt(prefill_tokens_per_s=self.prefill_tokens_per_s))
             self.last = await self._plans(carry_out=True)
         return self.last
 

@@ -18,6 +18,7 @@ import logging
 import time
 from collections import defaultdict
 
+from gateway.core.fleet.events import Emptying
 from gateway.core.packing.plans import Move, Plan
 from gateway.core.packing.receipts import Outcome, Receipt, ReceiptBook
 from gateway.core.types import EngineName
@@ -52,13 +53,12 @@ class TurnMover:
     def start(self, plan: Plan) -> None:
         """Returns at once; the plan is carried out in tasks, one for each engine it frees."""
         for freed in plan.freed:
-            source = self._fleet.state.engines.get(freed.engine)
-            if source is None:
+            if freed.engine not in self._fleet.state.engines:
                 continue  # it left the fleet while the plan was made
             moves = [m for m in plan.moves if m.source == freed.engine]
             now, unix_s = time.monotonic(), time.time()
             receipt = self.book.open(plan.version, freed, moves, freed.reason, now=now, unix_s=unix_s)
-            source.leaving = True
+            self._fleet.send(Emptying(freed.engine, True))
             self.inbound |= {m.key: m.destination for m in moves}
             self._tasks.start(self._empty(receipt), f"empty-{freed.engine}-{receipt.number}")
 
@@ -78,11 +78,9 @@ class TurnMover:
             for move in moves:
                 self.inbound.pop(move.key, None)
             source = self._fleet.state.engines.get(receipt.engine)
-            if source is not None:
-                source.leaving = False
-                if not source.turns:
-                    self.book.emptied(receipt, time.monotonic())
-            self._fleet.reconcile()
+            self._fleet.send(Emptying(receipt.engine, False))
+            if source is not None and not source.turns:
+                self.book.emptied(receipt, time.monotonic())
         ending = [turn.task for turn in turns if turn.task is not None]
         if ending:
             await asyncio.wait(ending)

@@ -347,7 +347,7 @@ class Endings:
             await self._store.end(state.session_id, ended, along=self._pool.forgetting(state.session_id))
         await self._store.synced()
         await self._part(state)
-        self._fleet.reconcile()
+        self._fleet.decide_soon()
         if (group := self._groups.of(state)) is not None:
             if ended.how == "finished":
                 group.state.sampled_under(state.sampled_versions)

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from gateway.core.fleet.state import FleetState
+from gateway.core.fleet.events import SessionEnded
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import GroupId, SessionId, TurnId
 from gateway.sessions.turn_service import TurnService
@@ -90,7 +90,7 @@ def _restore_turns(
             raise Corrupt(f"turn {turn.record.request.turn_id} goes on from {parent}, which is not there")
     in_flight = [_restore_turn(sessions, state, turn) for turn in turns]
     if kept is not None:
-        _restore_rewards(sessions.fleet.state, state, kept)
+        _restore_rewards(sessions, state, kept)
     return sum(in_flight)
 
 
@@ -111,7 +111,7 @@ def _restore_turn(sessions: TurnService, state: SessionState, turn: KeptTurn) ->
     return False
 
 
-def _restore_rewards(fleet: FleetState, state: SessionState, kept: KeptSession) -> None:
+def _restore_rewards(sessions: TurnService, state: SessionState, kept: KeptSession) -> None:
     for turn_id, (own, leaf) in kept.rewards.items():
         turn = state.tree.turns.get(TurnId(turn_id))
         if turn is not None:
@@ -119,4 +119,4 @@ def _restore_rewards(fleet: FleetState, state: SessionState, kept: KeptSession) 
     if kept.unrewarded is not None:
         state.end("finished")
         state.unrewarded = kept.unrewarded
-        fleet.forget_session(state.session_id)
+        sessions.fleet.send(SessionEnded(state.session_id))

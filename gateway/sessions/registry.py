@@ -10,6 +10,7 @@ Owner of every `SessionState`; everything runs on one event loop, without locks.
 from __future__ import annotations
 
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -18,8 +19,9 @@ from dataclasses import replace
 from gateway.config import GatewayConfig
 from gateway.core.access import ATTACH, CALL, Caller, Target, finish_key, owner_of, require
 from gateway.core.endings import Ended
+from gateway.core.fleet.events import SessionEnded, SessionForgotten, VersionInsisted
+from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.modes import mode_of
-from gateway.core.fleet.state import FleetState
 from gateway.core.key_bounds import KeyBounds
 from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, names_a_session
 from gateway.core.types import GroupId, SessionId, TurnId
@@ -52,7 +54,7 @@ class SessionRegistry:
     def __init__(
         self,
         config: GatewayConfig,
-        fleet: FleetState,
+        machine: FleetMachine,
         store: SessionStore,
         timeline: Timeline,
         groups: KnownGroups,
@@ -62,7 +64,7 @@ class SessionRegistry:
         self.tracer = tracer
         self._gateways = gateways
         self.draining = False  # the gateway shuts down: nothing new begins
-        self._config, self._fleet, self._store, self._timeline = config, fleet, store, timeline
+        self._config, self._machine, self._store, self._timeline = config, machine, store, timeline
         self._groups = groups
         self._live: dict[SessionId, SessionState] = {}
         self._keys: dict[str, SessionId] = {}
@@ -138,8 +140,7 @@ class SessionRegistry:
 
     def unblock(self, state: SessionState) -> None:
         """The session has ended: no engine is held for it, and a parent that waited for it is idle from now on."""
-        self._fleet.forget_session(state.session_id)
-        self._fleet.pinned.note(state.session_id, None)
+        self._machine.handle(SessionEnded(state.session_id), time.monotonic())
         parent = None if state.spec.parent_session_id is None else self._live.get(state.spec.parent_session_id)
         if parent is not None and state.spec.blocks_parent:
             parent.touched_unix_s = unix_s()
@@ -210,7 +211,7 @@ class SessionRegistry:
         now = unix_s()
         state = self._enter(SessionState(spec, now, now, version=spec.version))
         self._note_parent(spec)
-        self._fleet.pinned.note(state.session_id, spec.version)
+        self._machine.handle(VersionInsisted(state.session_id, spec.version), time.monotonic())
         key = f"{SESSION_KEY_PREFIX}{secrets.token_hex(12)}"
         if not spec.ephemeral:
             self._note_key(spec.session_id, key)
@@ -239,9 +240,9 @@ class SessionRegistry:
                 "`inflight` changes it under running turns",
                 hint="leave `version`, `max_version` and `on_version_loss` out, or run the gateway with --mode repack",
             )
-        if spec.version is not None and not self._fleet.pinned.room_for(spec.version):
+        if spec.version is not None and not self._machine.state.pinned.room_for(spec.version):
             raise OutOfCapacity(
-                f"session {spec.session_id} insists on version {spec.version}: {self._fleet.pinned.full}",
+                f"session {spec.session_id} insists on version {spec.version}: {self._machine.state.pinned.full}",
                 hint="end some of them, or start the gateway with a higher --pinned-versions-max",
                 retry_after_s=5.0,
             )
@@ -312,9 +313,8 @@ class SessionRegistry:
             self._children[parent].discard(state.session_id)
             if not self._children[parent]:
                 del self._children[parent]
-        self._fleet.pinned.note(state.session_id, None)
-        self._fleet.forget_session(state.session_id)
-        self._fleet.group_versions.session_ended(state.spec.group_id, state.spec.group_size)
+        forgotten = SessionForgotten(state.session_id, state.spec.group_id, state.spec.group_size)
+        self._machine.handle(forgotten, time.monotonic())
         key = self._key_of.pop(state.session_id, None)
         if key is not None:
             del self._keys[key]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from gateway.config import GatewayConfig
 from gateway.core.endings import Ended
+from gateway.core.fleet.events import Learnt, SessionRestored
 from gateway.core.fleet.state import staleness_histogram
 from gateway.core.packing.lengths import TurnLengths
 from gateway.core.placing.event_size import tokens_per_event
@@ -169,7 +170,7 @@ class TurnService:
 
     def restore_turn(self, state: SessionState, record: TurnRecord, ended_unix_s: float) -> None:
         """A turn that ended before the restart: whether its client got the answer is not known."""
-        self._want_version(state)
+        self.fleet.send(SessionRestored(state))
         turn = self._restored_run(state, record, "unknown")
         age_s = max(0.0, time.time() - ended_unix_s)
         self.joinable.end(turn, time.monotonic() - age_s)
@@ -187,7 +188,7 @@ class TurnService:
         self.live.revive(state)
         if record.segments:
             state.version, state.engine = Version(record.segments[-1].version), EngineName(record.segments[-1].engine)
-        self._want_version(state)
+        self.fleet.send(SessionRestored(state))
         self.counters.turns_recovered += 1
         turn = self._restored_run(state, record, "unread")
         turn.sent(0)  # as far as is known: its client has not seen its end
@@ -208,14 +209,6 @@ class TurnService:
         turn.session = state
         return turn
 
-    def _want_version(self, state: SessionState) -> None:
-        if state.version is not None and not (state.spec.ephemeral or state.spec.unnamed):
-            self.fleet.state.note_session(state.session_id, state.version, state.spec.on_version_loss)
-            groups = self.fleet.state.group_versions
-            if groups.get(state.spec.group_id) is None:
-                groups.note(state.spec.group_id, state.version)
-            self.fleet.state.pinned.note(state.session_id, state.version if state.insists else None)
-
     # -- gateway.turns.running.TurnOwner
 
     def turn_began(self, turn: RunningTurn) -> SessionState:
@@ -234,7 +227,7 @@ class TurnService:
         self.counters.turns_completed += 1
         self.lengths.ended(len(turn.record.token_ids))
         if self.lengths.known:
-            self.fleet.state.turn_tokens = self.lengths.mean
+            self.fleet.send(Learnt(self.lengths.mean))
         sampled = [segment for segment in turn.record.segments if segment.end > segment.start]
         self.counters.turns_mixed_version += len({segment.version for segment in sampled}) > 1
         self.counters.turns_mixed_dtype += len({segment.dtype for segment in sampled if segment.dtype}) > 1

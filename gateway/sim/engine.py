@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gateway.core.fleet.events import Event, TokensCame
 from gateway.core.fleet.state import EngineState, TurnLoad
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, TurnId
@@ -47,6 +48,7 @@ class SimEngine:
     """`decode_s(batch)`: seconds of one decode step. Counts are since the start."""
 
     state: EngineState
+    send: Callable[[Event], object]  # to the machine
     decode_s: Callable[[int], float]
     prefill_tokens_per_s: float
     now: float = 0.0
@@ -101,7 +103,7 @@ class SimEngine:
         if tokens > 0:
             self._progress += tokens
             self.decoded_tokens += batch * tokens
-            self.state.curve.observe(batch, max(1, round(tokens)), passed)
+            self.send(TokensCame(self.state.name, max(1, round(tokens)), passed, batch))
             for turn in self.running.values():
                 turn.grow(tokens)
         ended = []

@@ -1,6 +1,7 @@
 """A simulated fleet under the gateway's own decisions, in virtual time: predicts the figures of a mode.
 
-The decisions are those of `gateway.core` (intake, placement, repack, refresh); only engines and clocks are simulated.
+The decisions are those of `gateway.core`: the fleet's machine gets the events that the gateway's shells would send it.
+Only engines and clocks are simulated.
 Clients keep `concurrency` single-turn trajectories running. Seeded: the same settings give the same figures.
 """
 
@@ -16,21 +17,38 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gateway.core.fleet.config import FleetConfig
-from gateway.core.fleet.intake import intake_changes
+from gateway.core.fleet.events import (
+    Added,
+    Described,
+    Effect,
+    Emptying,
+    Event,
+    Loaded,
+    Placed,
+    Polled,
+    RelayReported,
+    RoundBegan,
+    SessionForgotten,
+    TurnEntered,
+    TurnLeft,
+)
+from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.modes import mode_of
-from gateway.core.fleet.refresh import refresh_decisions
-from gateway.core.fleet.state import EngineState, FleetState, TurnLoad
+from gateway.core.fleet.refresh import RefreshDecision
+from gateway.core.fleet.state import FleetState, TurnLoad
 from gateway.core.packing.engine_views import EngineView, SessionLoad, engine_views, weigh
 from gateway.core.packing.lengths import TurnLengths
 from gateway.core.packing.planners import plan_repack
 from gateway.core.packing.plans import Move, RepackConfig
-from gateway.core.placing.scheduler import Admission, Demand, Placement, admit, place
+from gateway.core.placing.scheduler import Admission, Demand, Placement, place
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
 from gateway.sim.engine import SimEngine, SimTurn
 
 MOVES_AT_ONCE = 2
 """Into one engine, as `gateway.repack.mover` paces them."""
+RELAY, INCARNATION = "sim", "sim"
+"""All engines are beside one relay, and none restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +116,8 @@ class Rollouts:
     def __init__(self, settings: Settings, lengths: Sequence[int]) -> None:
         self.settings = settings
         self.now = 0.0
-        self.state = FleetState(settings.fleet)
+        self._machine = FleetMachine(FleetState(settings.fleet))
+        self.state = self._machine.state
         self.engines: dict[EngineName, SimEngine] = {}
         self._lengths, self._next, self._learnt = lengths, 0, TurnLengths()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -113,14 +132,20 @@ class Rollouts:
         self._samples = _Samples()
         for i in range(settings.engines):
             self._add(EngineName(f"e{i:04d}"))
+        self._publish_version(1)
 
     def _add(self, name: EngineName) -> None:
         s = self.settings
-        state = EngineState(name, "sim", f"sim://{name}", status="serving", version=Version(1), available=Version(1))
-        state.kv_capacity_tokens = s.kv_capacity_tokens
-        self.state.add(state)
-        self.engines[name] = SimEngine(state, s.decode_s, s.prefill_tokens_per_s)
+        self._send(Added(name, "sim", f"sim://{name}", RELAY))
+        self._send(Described(name, 0.0, INCARNATION, "1", 0, s.kv_capacity_tokens))
+        self.engines[name] = SimEngine(self.state.engines[name], self._send, s.decode_s, s.prefill_tokens_per_s)
         self._to_move[name], self._moving[name] = deque(), set()
+
+    def _send(self, event: Event) -> Sequence[Effect]:
+        return self._machine.handle(event, self.now)
+
+    def _publish_version(self, version: int) -> None:
+        self._send(RelayReported(RELAY, Version(version), frozenset({Version(version)})))
 
     def run(self) -> Figures:
         found, _ = self.stretches(1)
@@ -130,7 +155,6 @@ class Rollouts:
         """The figures of `count` consecutive stretches of `measured_s` after the warm-up: of all as one, and of each. A
         trajectory counts in the stretch in which it ends."""
         s = self.settings
-        self.state.newest = Version(1)
         self._at(s.publish_period_s, self._publish)
         if mode_of(s.fleet).packs:
             self._at(s.repack_interval_s, self._repack_again)
@@ -187,13 +211,16 @@ class Rollouts:
     # -- turns
 
     def _changed(self) -> None:
-        intake_changes(self.state, self.now)
-        for decision in refresh_decisions(self.state, self.now):
-            for turn_id in decision.interrupted:
-                self._leave(self._turns[turn_id])
-                self._resuming.append(self._turns[turn_id])
-            self._at(self.now + self.settings.load_s, lambda d=decision: self._loaded(d.engine, d.to_version))  # type: ignore[misc]
+        for effect in self._send(RoundBegan(everything=True)):
+            if isinstance(effect, RefreshDecision):
+                self._load(effect)
         self._serve()
+
+    def _load(self, decision: RefreshDecision) -> None:
+        for turn_id in decision.interrupted:
+            self._leave(self._turns[turn_id])
+            self._resuming.append(self._turns[turn_id])
+        self._at(self.now + self.settings.load_s, lambda: self._loaded(decision.engine, decision.to_version))
 
     def _serve(self) -> None:
         for _ in range(len(self._resuming)):
@@ -224,14 +251,14 @@ class Rollouts:
     def _enter(self, turn: SimTurn, found: Placement) -> None:
         if turn.session.version not in (None, self.state.engines[found.engine].version):
             self._samples.mixed += 1
-        admit(found, Demand(turn.session, turn.load.tokens), self.state)
-        self.state.group_versions.session_ended(turn.session.spec.group_id, 1)
+        self._send(Placed(found.engine, turn.session, None, reason=found.reason))
+        self._send(SessionForgotten(turn.session.session_id, turn.session.spec.group_id, 1))
         self._arrive(turn, found.engine)
 
     def _arrive(self, turn: SimTurn, name: EngineName) -> None:
         engine = self._sync(name)
         turn.engine = turn.session.engine = name
-        engine.state.enter(turn.load)
+        self._send(TurnEntered(name, turn.load))
         if turn.left_at:
             self._samples.again += turn.load.tokens
         engine.enter(turn)
@@ -241,7 +268,7 @@ class Rollouts:
         assert turn.engine is not None
         engine = self._sync(turn.engine)
         engine.leave(turn)
-        engine.state.leave(turn.turn_id)
+        self._send(TurnLeft(turn.engine, turn.turn_id))
         turn.left_at = self.now
         self._schedule(turn.engine)
 
@@ -252,7 +279,7 @@ class Rollouts:
             self._at(engine.now, lambda: self._move_on(engine.state.name))
 
     def _ended(self, engine: SimEngine, turn: SimTurn) -> None:
-        engine.state.leave(turn.turn_id)
+        self._send(TurnLeft(engine.state.name, turn.turn_id))
         del self._turns[turn.turn_id]
         self._learnt.ended(turn.length)
         self._samples.latencies.append(engine.now - turn.started_at)
@@ -263,9 +290,7 @@ class Rollouts:
     # -- versions
 
     def _publish(self) -> None:
-        self.state.newest = Version(self.state.newest + 1)
-        for engine in self.state.engines.values():
-            engine.available = self.state.newest
+        self._publish_version(self.state.newest + 1)
         for name in self.engines:
             self._sync(name)
         self._changed()
@@ -274,10 +299,8 @@ class Rollouts:
         self._at(self.now + self.settings.publish_period_s, self._publish)
 
     def _loaded(self, name: EngineName, version: Version) -> None:
-        engine = self._sync(name)
-        engine.state.version = version
-        engine.state.to("serving")
-        engine.state.open_intake(self.now)
+        self._sync(name)
+        self._send(Loaded(name, version))
         self._samples.refreshes += 1
         self._changed()
         self._schedule(name)
@@ -297,7 +320,7 @@ class Rollouts:
         seed = self.settings.seed + self._rounds
         for plan in plan_repack(self._views(), self.state.newest, config, seed=seed):
             for freed in plan.freed:
-                self.state.engines[freed.engine].leaving = True
+                self._send(Emptying(freed.engine, True))
             for move in plan.moves:
                 self._to_move[move.destination].append(move)
             for name in {m.destination for m in plan.moves}:
@@ -314,17 +337,15 @@ class Rollouts:
                 turn.load = replace(turn.load, generated=int(turn.generated), moves=turn.session.moves)
                 self._moving[name].add(turn.turn_id)
                 self._arrive(turn, name)
-            if not any(m.source == move.source for m in queue):
-                self.state.engines[move.source].leaving = any(
-                    m.source == move.source for moves in self._to_move.values() for m in moves
-                )
+            if not any(m.source == move.source for moves in self._to_move.values() for m in moves):
+                self._send(Emptying(move.source, False))
         self._changed()
 
     def _views(self) -> list[EngineView]:
         engines = [e for e in self.state.sorted_engines() if e.status == "serving"]
         for engine in engines:
             usage = min(1.0, engine.tokens / engine.kv_capacity_tokens)
-            self.state.kv_ceiling(engine).observe(usage, len(engine.turns), 0)
+            self._send(Polled(engine.name, self.now, INCARNATION, usage, len(engine.turns), 0))
         inbound = {engine.name: self._inbound(engine.name) for engine in engines}
         return engine_views(engines, self.state, self._learnt, waiting={}, inbound=inbound, back_s=0.0, context=0)
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from gateway.core.faults import WAIT_MAX_S, Cuts
 from gateway.core.fleet.curves import Gaps
+from gateway.core.fleet.events import TokensCame, TurnEndedWell
 from gateway.core.fleet.prefixes import chain
 from gateway.core.fleet.state import TurnLoad
 from gateway.core.parameters import required, truncating
@@ -324,7 +325,7 @@ class Driver:
         async with adapter.generate(prompt, sampling, request_id, self._request.session_id, traceparent) as stream:
             self._audience.start()
             await stream.deliver(self._take)
-        self._fleet.ended_well(engine)
+        self._fleet.send(TurnEndedWell(engine))
         self._record.finish_reason = self._transcript.finish
 
     def _take(self, chunk: EngineChunk) -> Awaitable[None] | None:
@@ -353,7 +354,7 @@ class Driver:
         """Adds the time that the tokens since the last measurement took to the engine's decode curve."""
         seen = self._pace.measure(time.monotonic())
         if seen is not None and self._engine is not None:
-            self._fleet.decoded(self._engine, *seen)
+            self._fleet.send(TokensCame(self._engine, *seen))
 
     def _note_arrival(self, departure: Departure) -> None:
         """The first token came from the engine where the turn went."""

@@ -13,10 +13,11 @@ from collections.abc import Iterable
 
 import msgspec
 
+from gateway.core.fleet.labels import FOREIGN, version_of
 from gateway.core.fleet.state import EngineState
 from gateway.core.sampling import sampled_with, segment_sampling
 from gateway.core.types import Evidence, FinishReason, LogprobsKind, SegmentCause, TopLogprob, TurnRecord, Version
-from gateway.engines.base import FOREIGN, EngineChunk, StreamCut, version_of
+from gateway.engines.base import EngineChunk, StreamCut
 from gateway.runtime.clock import unix_s
 from gateway.runtime.counters import Counters
 from gateway.store import PartialResponsePool, Timeline

@@ -20,16 +20,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from gateway.core.fleet.labels import version_of
 from gateway.core.types import SamplingParams
-from gateway.engines.base import (
-    EngineAdapter,
-    EngineChunk,
-    EngineFailed,
-    RequestRefused,
-    SnapshotRefused,
-    StreamCut,
-    version_of,
-)
+from gateway.engines.base import EngineAdapter, EngineChunk, EngineFailed, RequestRefused, SnapshotRefused, StreamCut
 from gateway.engines.kinds import connect
 from protos.engines import ENGINE_KINDS
 from tests.support.adapters import lent

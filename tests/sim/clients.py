@@ -25,6 +25,7 @@ from unittest import mock
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.fleet.config import FleetConfig
+from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.state import FleetState
 from gateway.core.retries import Call, choice_id
 from gateway.core.types import SamplingParams, SessionId, TokenDelta, TurnId, TurnOrigin, TurnRequest
@@ -43,6 +44,9 @@ from gateway.turns.running import RunningTurn
 from protos.errors import LaminarError, OutOfCapacity, Unavailable
 from tests.sim.virtual import Clock, Process
 from tests.support.adapters import lent
+from tests.support.watched_fleet import install
+
+install()
 
 PROMPT = (11, 12, 13)
 BUDGET = 12
@@ -341,11 +345,11 @@ async def _live(seed: int, rng: random.Random, last_bytes_s: float) -> list[Requ
         store = SessionStore(database)
         for part in (pool, timeline, buffer, store):
             await part.open()
-        state = FleetState(fleet_config)
-        live = SessionRegistry(config, state, store, timeline, KnownGroups())
-        trainer = Trainer(config, state, live, buffer)
+        machine = FleetMachine(FleetState(fleet_config))
+        live = SessionRegistry(config, machine, store, timeline, KnownGroups())
+        trainer = Trainer(config, machine.state, live, buffer)
         async with contextlib.AsyncExitStack() as stack:
-            fleet = await Fleet(config, state, timeline, trainer.admission, lent()).__aenter__()
+            fleet = await Fleet(config, machine, timeline, trainer.admission, lent()).__aenter__()
             stack.push_async_callback(fleet.close)
             sessions = TurnService(config, live, fleet, trainer, pool=pool, timeline=timeline)
             await fleet.polled()

@@ -11,6 +11,9 @@ import pytest
 from gateway.core.fleet.config import FleetConfig, Mode
 from gateway.sim.rollouts import Figures, Rollouts, Settings
 from tests.bench.repack.trace import decode_ms, lengths
+from tests.support.watched_fleet import install
+
+install()
 
 pytestmark = pytest.mark.slow  # whole rollouts in virtual time
 

@@ -25,6 +25,9 @@ from gateway.turns.running import RunningTurn
 from protos.telemetry.spans import Tracer
 from tests.support.reading import heard
 from tests.support.scripted_engine import MODEL, ScriptedEngine, scripted, until
+from tests.support.watched_fleet import install
+
+install()
 
 PROMPT = (11, 12, 13)
 BUDGET = 12

@@ -24,6 +24,8 @@ SPAN_MIN = 4.0
 """Ratio of the largest batch seen to the smallest before a line is fitted through them."""
 OUTLIER = 4.0
 """A gap so many times the usual is a pause, a prefill or a late event: counted as this."""
+PACE_SHARE = 1 / 64
+"""Weight of one observation in the mean pace."""
 SECONDS_PER_TOKEN = 1 / 15
 """Pace of one turn before anything was measured."""
 KV_MIN = 0.5
@@ -142,6 +144,12 @@ class KvCeiling:
             self.value = max(min(KV_MIN, self.configured), usage * KV_MARGIN)
         elif not waiting and usage > self.value:
             self.value = max(self.configured, min(KV_MAX, usage))
+
+
+def mean_pace(token_s: float, num_tokens: int, seconds: float) -> float:
+    """`token_s` after `num_tokens` of one turn took `seconds`; a pause counts as no more than the usual four times."""
+    each = min(seconds / num_tokens, OUTLIER * token_s)
+    return token_s + PACE_SHARE * (each - token_s)
 
 
 def _bucket(batch: int) -> int:

@@ -9,7 +9,7 @@ an engine is idle meanwhile. Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gateway.core.fleet.modes import mode_of
@@ -61,9 +61,10 @@ def hold(fleet: FleetState, engine: EngineState, now: float) -> Hold | None:
     return Hold(sessions, left_s, _waited(fleet, engine, now), worth_s)
 
 
-def note_holds(fleet: FleetState, now: float) -> None:
-    """Measures how long each engine has been held since its intake closed; call it after every change."""
-    for engine in fleet.engines.values():
+def note_holds(fleet: FleetState, now: float, engines: Iterable[EngineState] | None = None) -> None:
+    """Measures how long each of `engines`, or of all, has been held since its intake closed; call it after every
+    change."""
+    for engine in fleet.engines.values() if engines is None else engines:
         if engine.intake_open or engine.status != "serving":
             if engine.held_since is not None or engine.held_before_s:
                 engine.held_since, engine.held_before_s = None, 0.0
@@ -72,6 +73,7 @@ def note_holds(fleet: FleetState, now: float) -> None:
                 engine.held_before_s, engine.held_since = held_s(engine, now), None
         elif engine.held_since is None:
             engine.held_since = now
+        (fleet.held.discard if engine.held_since is None else fleet.held.add)(engine.name)
 
 
 def held_s(engine: EngineState, now: float) -> float:

@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gateway.core.fleet.modes import mode_of
@@ -23,13 +23,12 @@ class IntakeChange:
     reason: str
 
 
-def intake_changes(fleet: FleetState, now: float) -> list[IntakeChange]:
-    """Applies and returns what has to open or close now."""
-    for engine in fleet.engines.values():
-        _note_use(fleet, engine, now)
-    changes = [
-        c for engine in fleet.sorted_engines() if engine.status == "serving" for c in _intake(fleet, engine, now)
-    ]
+def intake_changes(fleet: FleetState, now: float, engines: Sequence[EngineState] | None = None) -> list[IntakeChange]:
+    """Applies and returns what has to open or close now, of `engines` or of all."""
+    engines = fleet.sorted_engines() if engines is None else engines
+    for engine in engines:
+        engine.note_use(now, below=_below(fleet, engine))
+    changes = [c for engine in engines if engine.status == "serving" for c in _intake(fleet, engine, now)]
     for change in changes:
         engine = fleet.engines[change.engine]
         engine.open_intake(now) if change.open else engine.close_intake(now)
@@ -56,14 +55,10 @@ def _intake(fleet: FleetState, engine: EngineState, now: float) -> Iterable[Inta
         yield IntakeChange(engine.name, True, f"{stragglers(fleet, engine)}; within the staleness bound")
 
 
-def _note_use(fleet: FleetState, engine: EngineState, now: float) -> None:
-    c = fleet.config
+def _below(fleet: FleetState, engine: EngineState) -> bool:
+    """It is closed, runs few turns, and a newer version waits for it."""
     closed = engine.status == "serving" and not engine.intake_open and engine.newer
-    if not closed or len(engine.turns) >= c.min_util * c.max_running:
-        if engine.below_since is not None:
-            engine.below_since = None
-    elif engine.below_since is None:
-        engine.below_since = now
+    return closed and len(engine.turns) < fleet.config.min_util * fleet.config.max_running
 
 
 def straggling(fleet: FleetState, engine: EngineState, now: float) -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from gateway.core.fleet.config import FleetConfig, Mode
-from gateway.core.fleet.state import FleetState
 
 
 class Drain:
@@ -24,6 +23,8 @@ class Drain:
     """The repack loop moves turns, so that engines empty sooner."""
     mixes: ClassVar[bool] = False
     """A turn goes on under the version that its engine loads meanwhile."""
+    together: ClassVar[bool] = False
+    """An engine loads a newer version only when no engine that could runs a turn or takes sessions."""
 
     def intake_min(self, config: FleetConfig) -> int:
         """Sessions that an intake admits before a newer version closes it."""
@@ -32,10 +33,6 @@ class Drain:
     def patience_s(self, config: FleetConfig) -> float:
         """How long few turns may keep an engine from a newer version."""
         return config.drain_max_s
-
-    def bars(self, fleet: FleetState) -> bool:
-        """No empty engine may load a newer version yet."""
-        return False
 
 
 class Repack(Drain):
@@ -47,16 +44,13 @@ class Inflight(Drain):
 
 
 class Barrier(Drain):
+    together = True
+
     def intake_min(self, config: FleetConfig) -> int:
         return 0
 
     def patience_s(self, config: FleetConfig) -> float:
         return math.inf
-
-    def bars(self, fleet: FleetState) -> bool:
-        """While an engine at the barrier still runs a turn or takes sessions."""
-        at_it = [e for e in fleet.engines.values() if e.status == "serving" and e.newer]
-        return any(e.turns or e.intake_open for e in at_it)
 
 
 MODES: Mapping[Mode, Drain] = {"barrier": Barrier(), "drain": Drain(), "repack": Repack(), "inflight": Inflight()}

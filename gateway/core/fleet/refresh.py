@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.core.fleet.hold import hold, note_holds
@@ -19,6 +20,8 @@ from gateway.core.types import NO_VERSION, EngineName, SessionId, TurnId, Versio
 
 LOAD_TRIES = 2
 """Loads of one version before it is given up: a second failure is hardly an accident."""
+RETRY_S = 1.0
+RETRY_MAX_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +36,11 @@ class RefreshDecision:
     again: bool = False  # an older version, for sessions that insist on it
 
 
-def refresh_decisions(fleet: FleetState, now: float) -> list[RefreshDecision]:
-    """Engines that may load now: a version that waiting sessions insist on, else their host's newest.
+def refresh_decisions(
+    fleet: FleetState, now: float, engines: Sequence[EngineState] | None = None
+) -> list[RefreshDecision]:
+    """Which of `engines`, or of all, may load their host's newest now; and one for each version that waiting sessions
+    insist on.
 
     Each is marked `refreshing`.
     """
@@ -42,21 +48,22 @@ def refresh_decisions(fleet: FleetState, now: float) -> list[RefreshDecision]:
     for version in sorted(fleet.insisted):
         decision = _reload(fleet, version, now)
         if decision is not None:
-            decisions.append(_decided(fleet, decision))
-    barred = mode_of(fleet.config).bars(fleet)  # engines that begin to load change nothing of it
-    for engine in fleet.sorted_engines():
+            decisions.append(_decided(fleet, decision, now))
+    barred = mode_of(fleet.config).together and _others_run(fleet)  # engines that begin to load change nothing of it
+    engines = fleet.sorted_engines() if engines is None else engines
+    for engine in engines:
         decision = _refresh(fleet, engine, now, barred=barred)
         if decision is not None:
-            decisions.append(_decided(fleet, decision))
-    note_holds(fleet, now)
+            decisions.append(_decided(fleet, decision, now))
+    note_holds(fleet, now, engines)
     return decisions
 
 
-def _decided(fleet: FleetState, decision: RefreshDecision) -> RefreshDecision:
+def _decided(fleet: FleetState, decision: RefreshDecision, now: float) -> RefreshDecision:
     engine = fleet.engines[decision.engine]
     decision = replace(decision, served=engine.status == "serving")
     engine.to("refreshing")
-    engine.loading = decision.to_version
+    engine.loading, engine.status_since = decision.to_version, now
     return decision
 
 
@@ -144,6 +151,17 @@ def _interrupting(fleet: FleetState, engine: EngineState, now: float) -> Refresh
     stranded = fleet.live_sessions(engine.version) if alone else ()
     reason = f"{stragglers(fleet, engine)}; beyond the staleness bound"
     return RefreshDecision(engine.name, engine.available, reason, stranded, tuple(sorted(engine.turns)))
+
+
+def _others_run(fleet: FleetState) -> bool:
+    """Whether an engine at the barrier still runs a turn or takes sessions."""
+    at_it = [e for e in fleet.engines.values() if e.status == "serving" and e.newer]
+    return any(e.turns or e.intake_open for e in at_it)
+
+
+def retry_s(failures: int) -> float:
+    """Until the next try, after so many loads that failed in a row."""
+    return min(RETRY_MAX_S, RETRY_S * 2.0 ** (failures - 1))
 
 
 def load_failed(engine: EngineState, decision: RefreshDecision, error: str, *, by_engine: bool) -> None:

@@ -1,12 +1,10 @@
-"""The state of the fleet: its engines, and which version each live session is on. Pure.
+"""The state of the fleet: its engines, and which version each live session is on. Read by all, written by `machine`.
 
 Invariants:
-- only the transitions of `TRANSITIONS` happen; an illegal one raises and changes nothing;
-- turns run only on `serving` engines;
-- engines that serve are ordered by load (`order`). An engine that changes notes itself in `_displaced`, and its
-  position is computed anew before the order is next read.
-
-`intake` decides when an engine takes new sessions, `refresh` when it loads another version.
+- only the transitions of `WAYS` happen; an illegal one raises and changes nothing;
+- an intake is open on a `serving` engine alone;
+- engines that serve are ordered by load (`order`). What their positions depend on is changed by methods alone, which
+  note the engine in `_displaced`: its position is computed anew before the order is next read.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from gateway.core.faults import Faults
 from gateway.core.fleet.config import FleetConfig
@@ -27,17 +25,23 @@ from gateway.core.types import NO_VERSION, EngineName, SessionId, TurnId, Versio
 
 EngineStatus = Literal["joining", "serving", "refreshing", "fenced", "dead"]
 
-TRANSITIONS: dict[EngineStatus, frozenset[EngineStatus]] = {
-    "joining": frozenset({"serving", "refreshing", "dead"}),  # answers, but may hold no wanted version
-    "serving": frozenset({"refreshing", "dead"}),
-    "refreshing": frozenset({"serving", "fenced", "dead"}),
-    "fenced": frozenset({"refreshing", "dead"}),  # a load failed: it never serves before one succeeds
-    "dead": frozenset({"joining"}),
+WAYS: Mapping[tuple[EngineStatus, EngineStatus], str] = {
+    ("dead", "joining"): "it responds, and reports what it holds",
+    ("joining", "serving"): "it holds a wanted version: its host's newest, or one that live sessions are on",
+    ("joining", "refreshing"): "it holds no wanted version, or joined fenced",
+    ("joining", "dead"): "it does not respond any more",
+    ("serving", "refreshing"): "it is empty, or is emptied, and its host has another version for it",
+    ("serving", "dead"): "it does not respond any more, was restarted, or has another label than what was loaded",
+    ("refreshing", "serving"): "it has loaded; or it goes on with what it had, which the load did not touch",
+    ("refreshing", "fenced"): "its load failed after the fence: it may hold half a version",
+    ("refreshing", "dead"): "it does not respond any more",
+    ("fenced", "refreshing"): "its load is tried again",
+    ("fenced", "dead"): "it does not respond any more, or was restarted",
 }
-
-
-ORDERED_BY = frozenset({"status", "ready", "version", "intake_open", "admitted", "turns"})
-"""What an engine's position in the order of load depends on, besides tokens."""
+"""The transitions of an engine, and why each happens."""
+TRANSITIONS: Mapping[EngineStatus, frozenset[EngineStatus]] = {
+    status: frozenset(after for before, after in WAYS if before == status) for status in get_args(EngineStatus)
+}
 Displaced = dict[EngineName, bool]
 """Engines whose position in the order is to be computed anew. True: turns came or went, so that its tokens have to be
 counted again; to count those of all engines whose intake closes at once took longer than to close them."""
@@ -107,6 +111,7 @@ class EngineState:
     below_since: float | None = None  # closed and below `min_util`, with a newer version at hand
     held_since: float | None = None  # it stays for sessions that no other engine could serve (`hold`)
     held_before_s: float = 0.0  # the same, before the last turn of one of them
+    held_noted: bool = False  # its present hold is on the timeline
     leaving: bool = False  # a plan empties it: nothing more is placed here if another engine will do
     reopened: bool = False  # though a newer version waits: stragglers hold the engine anyway
     turns: dict[TurnId, TurnLoad] = field(default_factory=dict)  # changed by `enter` and `leave` alone
@@ -114,32 +119,39 @@ class EngineState:
     loadable: frozenset[Version] | None = frozenset()  # all that it holds; None: not reported yet
     loading: Version = NO_VERSION  # while it refreshes
     refresh_not_before: float = 0.0  # a load failed: the next try waits
-    load_failures: int = 0  # in a row, of one version
+    load_failures: int = 0  # in a row, of one version, by fault of the engine or the snapshot
+    refresh_failures: int = 0  # in a row, of one version, by whatever fault
     tried: Version = NO_VERSION  # the newest at its host when its last load failed: a newer one waits for nothing
     good: Version = NO_VERSION  # the newest that it has held whole: to go back to, and kept by its relay for that
     bad: frozenset[Version] = frozenset()  # given up by this incarnation, the newest `BAD_MAX`
     given_up: Version = NO_VERSION  # failed to load too often: the one before it serves until a newer one is there
     suspected: bool = False  # no turn goes there before it has answered as the same incarnation
+    suspected_at: float = 0.0
+    status_since: float = 0.0
     suspicion: str = ""  # why it stays suspected for longer than until its next answer
     ready: bool = True  # False: it says that it takes no turns, and sessions on its version may have to go elsewhere
     faults: Faults = field(default_factory=Faults)
     seeds: bool = True  # it samples by a request's `seed`; False: it ignores that
     must_load: bool = False  # it joined fenced: whatever its label, its weights may be mixed
+    failed_polls: int = 0  # in a row
     poll_error: str = ""  # of the last poll, if that failed
     load_error: str = ""  # of a load, until a version that is wanted was loaded
     curve: DecodeCurve = field(default_factory=DecodeCurve)
     ceiling: KvCeiling | None = None  # C_max as learnt; made with the first report
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """Notes a change of what the order depends on, so that the code that makes it need not."""
-        object.__setattr__(self, name, value)
-        if name in ORDERED_BY:
-            self.displaced.setdefault(self.name, name == "turns")
+    def _moves(self) -> None:
+        """Its position in the order has to be computed anew."""
+        self.displaced.setdefault(self.name, False)
 
     def enter(self, load: TurnLoad) -> None:
         """The turn runs here from now on."""
         self.turns[load.turn_id] = load
         self.displaced[self.name] = True
+
+    def admit(self, sessions: int) -> None:
+        """So many more sessions of the present intake."""
+        self.admitted += sessions
+        self._moves()
 
     def leave(self, turn_id: TurnId) -> bool:
         """The turn has left; False: it did not run here."""
@@ -191,13 +203,36 @@ class EngineState:
         """Its host has a version that it should load."""
         return self.available > self.version and self.available != self.given_up
 
+    def unlike(self, incarnation: str) -> bool:
+        """Whether an engine that responds as `incarnation` has to describe itself before it may serve on."""
+        return self.status == "dead" or self.incarnation != incarnation or self.must_load or self.suspected
+
+    def joined(self, incarnation: str, version: Version, *, must_load: bool) -> None:
+        self.incarnation, self.version, self.must_load = incarnation, version, must_load
+        if not must_load:
+            self.good = max(self.good, version)
+        self._moves()
+
     def loaded(self, version: Version) -> None:
-        self.version, self.must_load = version, False
+        self.version, self.must_load, self.refresh_failures = version, False, 0
+        self._moves()
         self.good = max(self.good, version)
         self.load_failures, self.refresh_not_before = 0, 0.0
         self.faults = Faults()
         if self.given_up == NO_VERSION or version > self.given_up:  # else it serves less than it should
             self.load_error = ""
+
+    def suspect(self, now: float, why: str = "") -> None:
+        """It gets no turn before a response to a later request; with a reason: before that is over, too."""
+        self.suspected, self.suspected_at, self.suspicion = True, now, why or self.suspicion
+
+    def trust(self) -> None:
+        self.suspected, self.suspicion = False, ""
+        self.note_ready(True)
+
+    def note_ready(self, ready: bool) -> None:
+        self.ready = ready
+        self._moves()
 
     def begin_anew(self) -> None:
         """Another incarnation: what failed before may work now."""
@@ -219,18 +254,26 @@ class EngineState:
         if status not in TRANSITIONS[self.status]:
             raise ValueError(f"engine {self.name}: no way from {self.status} to {status}")
         self.status = status
+        self._moves()
         if status != "serving":
-            self.intake_open = self.suspected = False
-            self.suspicion, self.ready = "", True
+            self.intake_open = False
+            self.trust()
         if status == "dead":  # what it reported last is not so any more
             self.kv_usage, self.running_reported, self.waiting_reported, self.admitted = 0.0, 0, 0, 0
 
     def open_intake(self, now: float) -> None:
         self.intake_open, self.intake_opened_at, self.admitted, self.below_since = True, now, 0, None
         self.reopened = self.newer
+        self._moves()
 
     def close_intake(self, now: float) -> None:
         self.intake_open, self.intake_closed_at = False, now
+        self._moves()
+
+    def note_use(self, now: float, *, below: bool) -> None:
+        """`below`: see `below_since`."""
+        if below != (self.below_since is not None):
+            self.below_since = now if below else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +301,8 @@ class FleetState:
     turn_tokens: float = 256.0  # that a turn typically generates, as learnt; before that, a guess
     prefill_tokens_per_s: float = 1000.0
     pinned: PinnedVersions = field(init=False)
+    beside: dict[str, set[EngineName]] = field(default_factory=dict, init=False)  # by relay
+    held: set[EngineName] = field(default_factory=set, init=False)  # by live sessions, by the last round
     _on: dict[Version, set[SessionId]] = field(default_factory=dict, init=False)  # `session_versions`, by version
     _order: LoadOrder = field(default_factory=LoadOrder, init=False)
     _displaced: Displaced = field(default_factory=dict, init=False)
@@ -270,10 +315,16 @@ class FleetState:
     def add(self, engine: EngineState) -> None:
         self.engines[engine.name], engine.displaced = engine, self._displaced
         self._displaced[engine.name] = True
+        self.beside.setdefault(engine.relay, set()).add(engine.name)
 
     def remove(self, name: EngineName) -> None:
-        self.engines.pop(name).displaced = {}
+        engine = self.engines.pop(name)
+        engine.displaced = {}
+        self.held.discard(name)
         self._order.put(Load(0, 0, 0, name), ())
+        self.beside[engine.relay].discard(name)
+        if not self.beside[engine.relay]:
+            del self.beside[engine.relay]
 
     def note_session(self, session_id: SessionId, version: Version, policy: VersionPolicy) -> None:
         """A live session is on `version`, and will have turns there."""
@@ -371,10 +422,9 @@ class FleetState:
     def live_sessions(self, version: Version) -> tuple[SessionId, ...]:
         return tuple(sorted(self._on.get(version, ())))
 
-    def kv_ceiling(self, engine: EngineState) -> KvCeiling:
-        if engine.ceiling is None:
-            engine.ceiling = KvCeiling(self.config.kv_max)
-        return engine.ceiling
+    def kv_max(self, engine: EngineState) -> float:
+        """C_max of the engine, as learnt."""
+        return self.config.kv_max if engine.ceiling is None else engine.ceiling.value
 
     def wanted(self, engine: EngineState) -> bool:
         """Whether a joining engine may serve with what it holds: the newest there is, or what live sessions are on."""

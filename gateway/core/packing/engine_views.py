@@ -177,7 +177,7 @@ def engine_views(
                 engine.version,
                 engine.kv_capacity_tokens,
                 engine.curve.roofline_batch(fleet.config.max_running),
-                fleet.kv_ceiling(engine).value,
+                fleet.kv_max(engine),
                 engine.intake_open,
                 engine.waiting_reported,
                 weight.plus(idle),

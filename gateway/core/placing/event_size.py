@@ -7,8 +7,6 @@ a reader waits for them.
 
 from __future__ import annotations
 
-from gateway.core.fleet.curves import OUTLIER
-
 EVENTS_PER_S = 500
 """Events of all turns together: some 3 % of one core (bench-gateway)."""
 TURNS_FEW = 20
@@ -18,8 +16,6 @@ EVENT_S_MAX = 1.0
 TOKENS_PER_EVENT_MAX = 48
 TOKENS_UNREAD = 16
 """Tokens per event of an answer that is sent whole: no client waits for its events, but a cut costs as many."""
-PACE_SHARE = 1 / 64
-"""Weight of one observation in the mean pace."""
 
 
 def tokens_per_event(turns: int, token_s: float, *, streamed: bool, configured: int | None) -> int:
@@ -30,9 +26,3 @@ def tokens_per_event(turns: int, token_s: float, *, streamed: bool, configured: 
     # Rounded: a pace as measured is never quite the engine's, and 7 tokens where 8 were due are a seventh more events.
     gathered = min(TOKENS_PER_EVENT_MAX, round(event_s / token_s))
     return max(1 if streamed else TOKENS_UNREAD, gathered)
-
-
-def mean_pace(token_s: float, num_tokens: int, seconds: float) -> float:
-    """`token_s` after `num_tokens` of one turn took `seconds`; a pause counts as no more than the usual four times."""
-    each = min(seconds / num_tokens, OUTLIER * token_s)
-    return token_s + PACE_SHARE * (each - token_s)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gateway.core.fleet.events import Placed
 from gateway.core.fleet.modes import mode_of
 from gateway.core.fleet.order import Load, Pool
-from gateway.core.fleet.state import EngineState, FleetState, Wanted
+from gateway.core.fleet.state import EngineState, FleetState, TurnLoad, Wanted
 from gateway.core.placing.retry_after import UNKNOWN_S
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, SessionId, TurnId, Version
-from protos.trajectories import VersionChange
 
 LEAD_MAX = 0.25
 """Share of B that an engine may run more than the least loaded one for the sake of a prefix: below B decoding is bound
@@ -72,6 +72,11 @@ class Demand:
     def suits(self, engine: EngineState) -> bool:
         """Whether the turn may go to the engine at all, once there is room."""
         return self.takes(engine) and self.fits(engine) and engine.name not in self.reserved
+
+    def booking(self, placement: Placement) -> Placed:
+        turn_id, session, tokens = self.turn_id, self.session, self.prompt_tokens
+        load = None if turn_id is None else TurnLoad(turn_id, session.session_id, tokens, tokens)
+        return Placed(placement.engine, session, load, self.prefix, turn_id, placement.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,28 +165,6 @@ def place(demand: Demand, fleet: FleetState, admission: Admission) -> Placement 
     if demand.session.version is not None:
         return _place_known(demand, fleet, demand.session.version)
     return _place_new(demand, fleet, admission)
-
-
-def admit(placement: Placement, demand: Demand, fleet: FleetState) -> None:
-    """Books a placement: the session's version, its group's, and the engine's intake."""
-    engine, session = fleet.engines[placement.engine], demand.session
-    if session.version is None:
-        group = session.spec.group_id
-        version = fleet.group_versions.get(group)
-        if version is None or not fleet.num_serving(Pool(version)):
-            fleet.group_versions.note(group, engine.version)
-            engine.admitted += session.spec.group_size
-    if session.version is not None and session.version != engine.version:
-        request = None if demand.turn_id is None else session.running.get(demand.turn_id)
-        turn = session.turns if request is None else request.turn_index
-        change = VersionChange(turn, demand.turn_id or "", session.version, engine.version, placement.reason)
-        session.version_changes.append(change)
-    session.version = engine.version
-    session.engine = engine.name
-    fleet.pinned.note(session.session_id, session.version if session.insists else None)
-    fleet.prefixes.sent(demand.prefix, engine.name, engine.holding)
-    if not (session.spec.ephemeral or session.spec.unnamed):
-        fleet.note_session(session.session_id, engine.version, session.spec.on_version_loss)
 
 
 def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placement | Wait | Lost:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from gateway.core.fleet.events import Placed
 from gateway.core.fleet.order import Pool
 from gateway.core.fleet.state import EngineState, FleetState, TurnLoad
 from gateway.core.placing.scheduler import Placement, Wait
@@ -43,9 +44,9 @@ class TextDemand:
     version: Version | None = None
     reserved: frozenset[EngineName] = frozenset()  # engines whose next room is another's, who waited for it long
 
-    @property
-    def load(self) -> TurnLoad:
-        return TurnLoad(self.turn_id, SessionId(""), self.tokens, self.tokens, relayed=True)
+    def booking(self, placement: Placement) -> Placed:
+        load = TurnLoad(self.turn_id, SessionId(""), self.tokens, self.tokens, relayed=True)
+        return Placed(placement.engine, None, load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,6 @@ def place_text(demand: TextDemand, fleet: FleetState) -> Placement | Wait | Unab
             if engine is not None:
                 return Placement(engine.name, f"least loaded of version {version}")
     return _refusal(demand, fleet)
-
-
-def admit_text(placement: Placement, demand: TextDemand, fleet: FleetState) -> None:
-    """Books a placement."""
-    engine = fleet.engines[placement.engine]
-    engine.admitted += 1
-    engine.enter(demand.load)
 
 
 def _refusal(demand: TextDemand, fleet: FleetState) -> Wait | Unable:

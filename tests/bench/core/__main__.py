@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-from gateway.core.fleet.intake import intake_changes
+from gateway.core.fleet.events import RelayReported, RoundBegan
+from gateway.core.fleet.intake import IntakeChange
 from gateway.core.fleet.order import Pool
-from gateway.core.fleet.refresh import refresh_decisions
+from gateway.core.fleet.refresh import RefreshDecision
 from gateway.core.packing.lengths import KEPT, SessionDurations, TurnLengths
 from gateway.core.placing.scheduler import Wait, place
 from gateway.core.types import Version
@@ -125,7 +126,7 @@ def publish_figures() -> Iterator[Figure]:
     yield median("publish_hold_ms", "of it, the longest without a pause", holds, bar=PUBLISH_MS, unit="ms")
 
 
-FLEET = ("arrived", "intake", "refresh")
+FLEET = ("arrived", "round")
 """Parts that follow each other without a pause."""
 DECIDED = (*FLEET, "plan")
 
@@ -137,13 +138,12 @@ def publish(seed: int) -> Mapping[str, Sequence[float]]:
     gc.collect()
     gc.freeze()
     with timed(parts["arrived"]):
-        made.fleet.newest = newer
-        for engine in made.fleet.engines.values():
-            engine.available = newer
-    with timed(parts["intake"]):
-        changes = intake_changes(made.fleet, 1000.0)
-    with timed(parts["refresh"]):
-        going = refresh_decisions(made.fleet, 1000.0)
+        for relay in list(made.fleet.beside):
+            made.machine.handle(RelayReported(relay, newer, frozenset({newer})), 1000.0)
+    with timed(parts["round"]):
+        effects = made.machine.handle(RoundBegan(), 1000.0)
+    changes = [effect for effect in effects if isinstance(effect, IntakeChange)]
+    going = [effect for effect in effects if isinstance(effect, RefreshDecision)]
     plans = paused(repacker.plan(), parts["plan"])
     for plan in plans:
         with timed(parts["moves"]):

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.core.fleet.config import FleetConfig
+from gateway.core.fleet.events import TurnEntered, TurnLeft
+from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.prefixes import chain
 from gateway.core.fleet.state import EngineState, FleetState, TurnLoad
-from gateway.core.placing.scheduler import Admission, Demand, Placement, admit, place
+from gateway.core.placing.scheduler import Admission, Demand, Placement, place
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
 
@@ -44,17 +46,21 @@ class Turn:
 class Scene:
     """`turns`: that run. What happens is drawn from `rng`."""
 
-    fleet: FleetState
+    machine: FleetMachine
     rng: random.Random
     turns: list[Turn] = field(default_factory=list)
     idle: list[SessionState] = field(default_factory=list)  # sessions that wait for a tool
     numbers: itertools.count[int] = field(default_factory=itertools.count)
     groups: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the blocks of each group's prompt
 
+    @property
+    def fleet(self) -> FleetState:
+        return self.machine.state
+
     def enter(self, session: SessionState, engine: EngineState, tokens: int) -> None:
         turn_id = TurnId(f"t{next(self.numbers)}")
         load = TurnLoad(turn_id, session.session_id, tokens, tokens + 4096, generated=tokens // 4)
-        engine.enter(load)
+        self.machine.handle(TurnEntered(engine.name, load), 0.0)
         self.turns.append(Turn(session, load, engine))
 
     def end_one(self) -> None:
@@ -62,7 +68,7 @@ class Scene:
         at = self.rng.randrange(len(self.turns))
         self.turns[at], self.turns[-1] = self.turns[-1], self.turns[at]
         turn = self.turns.pop()
-        turn.engine.leave(turn.load.turn_id)
+        self.machine.handle(TurnLeft(turn.engine.name, turn.load.turn_id), 0.0)
         self.idle.append(turn.session)
 
     def grow(self, turns: int, tokens: int) -> None:
@@ -94,7 +100,7 @@ class Scene:
         return self.groups[group]
 
     def book(self, demand: Demand, found: Placement) -> None:
-        admit(found, demand, self.fleet)
+        self.machine.handle(demand.booking(found), 0.0)
         self.enter(demand.session, self.fleet.engines[found.engine], demand.prompt_tokens)
 
     def place(self, demand: Demand) -> Placement:
@@ -107,7 +113,7 @@ def scene(versions: Mapping[Version, tuple[float, int]], *, engines: int = ENGIN
     """Each engine has its version's turns, by chance some more or fewer, and holds the system prompt."""
     rng = random.Random(seed)
     fleet = FleetState(FleetConfig(max_running=MAX_RUNNING, intake_batch=1 << 30), newest=NEWEST)
-    made = Scene(fleet, rng)
+    made = Scene(FleetMachine(fleet), rng)
     system = chain(range(SYSTEM_TOKENS))
     names = iter(sorted(f"e{i:04d}" for i in range(engines)))
     for version, (share, turns) in versions.items():

@@ -191,7 +191,7 @@ async def test_an_error_of_an_engine_that_answers_again_is_history(tmp_path: Pat
 
         for fails_at in ("/metrics", "/v1/models"):
             e0.answers[fails_at] = 500
-            member.suspect()
+            found.fleet.suspect(member.state.name)
             await until(lambda: member.state.last_error, "notice of it")
             assert fails_at in (await told())[1]
             e0.answers.clear()

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from gateway.core.fleet.config import FleetConfig
+from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.state import EngineState, FleetState, TurnLoad
+from gateway.core.placing.scheduler import Demand, Placement
+from gateway.core.placing.text_requests import TextDemand
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
+from tests.support.watched_fleet import install
+
+install()
 
 
 def engine(name: str = "e0", version: int = 1, turns: Sequence[int] = (), **fields: Any) -> EngineState:
@@ -31,6 +39,14 @@ def fleet(*engines: EngineState, newest: int | None = None, **config: Any) -> Fl
     state = FleetState(FleetConfig(**config), {e.name: e for e in engines})
     state.newest = Version(max((e.available for e in engines), default=0) if newest is None else newest)
     return state
+
+
+def admit(placement: Placement, demand: Demand | TextDemand, state: FleetState) -> None:
+    """Books the placement."""
+    booking = demand.booking(placement)
+    if isinstance(demand, Demand):  # the tests say themselves which turns run
+        booking = msgspec.structs.replace(booking, load=None)
+    FleetMachine(state).handle(booking, 1000.0)
 
 
 def session(name: str = "s", group: str = "", version: int | None = None, on: str = "", **spec: Any) -> SessionState:

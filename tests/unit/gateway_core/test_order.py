@@ -22,7 +22,7 @@ from gateway.core.placing.scheduler import Admission, Demand, Placement
 from gateway.core.sessions import SessionSpec, SessionState
 from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
 from tests.unit.gateway_core import scanned
-from tests.unit.gateway_core.helpers import engine, fleet
+from tests.unit.gateway_core.helpers import admit, engine, fleet
 
 E0, E1, E2 = (EngineName(f"e{i}") for i in range(3))
 EVENTS = 250
@@ -210,7 +210,7 @@ def turn_is_placed(of: Twins) -> None:
         load = TurnLoad(a.turn_id or TurnId(""), a.session.session_id, prompt_tokens, prompt_tokens)
         of.turns.append((load, replace(load), found.engine))
         for into, demand, entered in zip(of.both, (a, b), of.turns[-1], strict=False):
-            scheduler.admit(found, demand, into)
+            admit(found, demand, into)
             into.engines[found.engine].enter(entered)  # type: ignore[arg-type]
 
 
@@ -276,7 +276,7 @@ def test_the_least_loaded_is_found_though_tokens_came_that_nobody_told_of() -> N
     assert least() == "e1"
     state.engines[E1].to("refreshing")
     assert least() == "e0"
-    state.engines[E0].version = Version(2)
+    state.engines[E0].loaded(Version(2))
     assert least() is None
     assert state.served() == [2]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.core.fleet.curves import mean_pace
 from gateway.core.placing.event_size import (
     EVENT_S_MAX,
     EVENTS_PER_S,
     TOKENS_PER_EVENT_MAX,
     TOKENS_UNREAD,
     TURNS_FEW,
-    mean_pace,
     tokens_per_event,
 )
 

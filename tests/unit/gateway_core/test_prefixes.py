@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from gateway.core.fleet import prefixes
 from gateway.core.fleet.prefixes import BLOCK_TOKENS, TOKENS_MAX, Holding, PrefixIndex, chain
 from gateway.core.fleet.state import FleetState
-from gateway.core.placing.scheduler import LEAD_MAX, Admission, Demand, Placement, admit, place
+from gateway.core.placing.scheduler import LEAD_MAX, Admission, Demand, Placement, place
 from gateway.core.types import EngineName, Version
-from tests.unit.gateway_core.helpers import engine, fleet, session
+from tests.unit.gateway_core.helpers import admit, engine, fleet, session
 
 FREE = Admission(running=0, buffered=0, reader_batch=None, staleness_max=0)
 E0, E1 = EngineName("e0"), EngineName("e1")

@@ -13,10 +13,10 @@ from gateway.core.fleet.intake import intake_changes
 from gateway.core.fleet.refresh import refresh_decisions
 from gateway.core.fleet.state import EngineState
 from gateway.core.placing.scheduler import Placement, Wait
-from gateway.core.placing.text_requests import TEXT_ROUTES, TextDemand, Unable, admit_text, place_text
+from gateway.core.placing.text_requests import TEXT_ROUTES, TextDemand, Unable, place_text
 from gateway.core.types import EngineName, TurnId, Version
 from protos.engines import ENGINE_KINDS
-from tests.unit.gateway_core.helpers import engine, fleet
+from tests.unit.gateway_core.helpers import admit, engine, fleet
 
 NUMBERS = itertools.count()
 
@@ -44,7 +44,7 @@ def test_the_newest_version_that_has_room_comes_before_load() -> None:
 def test_one_whose_client_was_told_a_version_goes_nowhere_else() -> None:
     state = fleet(open_engine("e0", 1), open_engine("e1", 2))
     assert place_text(demand(version=Version(1)), state) == Placement(EngineName("e0"), "least loaded of version 1")
-    state.engines[EngineName("e0")].intake_open = False
+    state.engines[EngineName("e0")].close_intake(1.0)
     assert isinstance(place_text(demand(version=Version(1)), state), Wait)
     assert place_text(demand(version=Version(3)), state) == Unable(
         "no engine has version 3 any more", "send the request again"
@@ -101,7 +101,7 @@ def test_load_is_even_whatever_was_there_and_each_one_counts(running: list[int],
         assert isinstance(outcome, Placement)
         before = len(state.engines[outcome.engine].turns)
         assert before == min(len(e.turns) for e in engines)
-        admit_text(outcome, asked, state)
+        admit(outcome, asked, state)
         load = state.engines[outcome.engine].turns[asked.turn_id]
         assert load.relayed
         assert load.tokens == 5
@@ -116,7 +116,7 @@ def test_engines_as_loaded_as_each_other_take_turns() -> None:
         asked = demand()
         outcome = place_text(asked, state)
         assert isinstance(outcome, Placement)
-        admit_text(outcome, asked, state)
+        admit(outcome, asked, state)
         state.engines[outcome.engine].leave(asked.turn_id)  # answered before the next one comes
         took.append(outcome.engine)
     assert took == ["e0", "e1", "e2"] * 2
@@ -127,7 +127,7 @@ def test_they_close_an_intake_for_a_newer_version_as_sessions_do() -> None:
     asked = demand()
     outcome = place_text(asked, state)
     assert isinstance(outcome, Placement)
-    admit_text(outcome, asked, state)
+    admit(outcome, asked, state)
     [change] = intake_changes(state, 1.0)
     assert not change.open
     assert refresh_decisions(state, 1.0) == [], "the refresh waits for it"

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.fleet.state import EngineState, FleetState
-from gateway.core.placing.scheduler import Admission, Demand, Placement, Wait, admit, place
+from gateway.core.placing.scheduler import Admission, Demand, Placement, Wait, place
 from gateway.core.sessions import SessionState
 from gateway.core.types import EngineName, GroupId, Version
 from tests.support.quick import examples
-from tests.unit.gateway_core.helpers import engine, fleet, session
+from tests.unit.gateway_core.helpers import admit, engine, fleet, session
 
 FREE = Admission(running=0, buffered=0, reader_batch=None, staleness_max=0)
 FULL = Admission(running=5, buffered=3, reader_batch=4, staleness_max=1)
@@ -178,7 +178,8 @@ def test_a_group_stays_on_the_version_of_its_first() -> None:
     state.engines[EngineName("e1")].turns = engine("e1", 1, [900]).turns
     state.engines[EngineName("e0")].turns = engine("e0", 1, [900]).turns
     assert placed(demand(third, 50), state) == "engines of its group's version 1 are full"
-    state.engines[EngineName("e0")].status = state.engines[EngineName("e1")].status = "dead"
+    for name in ("e0", "e1"):
+        state.engines[EngineName(name)].to("dead")
     assert placed(demand(third, 50), state) == "e2", "its version is lost"
 
 

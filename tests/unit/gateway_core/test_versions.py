@@ -19,7 +19,6 @@ from gateway.core.placing.scheduler import (
     Placement,
     Refusals,
     Wait,
-    admit,
     place,
     wanted_versions,
 )
@@ -35,7 +34,7 @@ from gateway.core.types import (
     VersionPolicy,
 )
 from tests.support.quick import examples
-from tests.unit.gateway_core.helpers import engine, fleet, session
+from tests.unit.gateway_core.helpers import admit, engine, fleet, session
 
 FREE = Admission(running=0, buffered=0, reader_batch=None, staleness_max=0)
 POLICIES: tuple[VersionPolicy, ...] = ("segment", "strict", "fail")
@@ -197,7 +196,7 @@ def test_a_session_is_on_no_older_version_than_it_may() -> None:
     outcome = place(demand, state, FREE)
     assert isinstance(outcome, Placement)
     assert outcome.engine == "e1", "though it is fuller"
-    state.engines[EngineName("e1")].intake_open = False
+    state.engines[EngineName("e1")].close_intake(1.0)
     outcome = place(demand, state, FREE)
     assert isinstance(outcome, Wait)
     assert "no engine with an open intake serves version 3 or a newer one" in outcome.reason
@@ -220,7 +219,7 @@ def test_a_new_session_is_on_no_newer_version_than_it_may() -> None:
     outcome = place(demand, state, FREE)
     assert isinstance(outcome, Placement)
     assert outcome.engine == "e0", "though it is fuller, and older"
-    state.engines[EngineName("e0")].intake_open = False
+    state.engines[EngineName("e0")].close_intake(1.0)
     outcome = place(demand, state, FREE)
     assert outcome == Wait("no engine with an open intake serves version 2 or an older one")
     told = Refusals()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gateway.core.fleet import refresh
 from gateway.core.types import SamplingParams, TopLogprob
 from gateway.engines.base import (
     CONTROL_TIMEOUT_S,
@@ -24,7 +25,6 @@ from gateway.engines.base import (
 from gateway.engines.http import cut_reason, reason_in
 from gateway.engines.kinds import connect
 from gateway.engines.vllm import Reader, VllmEngine
-from gateway.fleet import refresh
 from tests.support.adapters import lent
 from tests.support.fake_relay import relay
 from tests.support.gateway_shell import STALL_S, check_whole, read, shell

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from gateway.config import EngineSpec
+from gateway.core.fleet import refresh
 from gateway.core.fleet.refresh import LOAD_TRIES
 from gateway.core.types import EngineName
 from gateway.fleet import pins as pins_module
-from gateway.fleet import refresh
 from tests.support.fake_relay import relay
 from tests.support.gateway_shell import check_whole, read, shell
 from tests.support.scripted_engine import Answer, ScriptedEngine, until

@@ -32,7 +32,7 @@ async def test_a_session_that_waits_for_its_tool_holds_up_new_ones_no_longer_tha
         session = found.session("waits-for-a-tool")
         await read(found.run(session))
         holder.publish(2)
-        await until(lambda: found.fleet.handles["e0"].held, "the hold")  # type: ignore[index]
+        await until(lambda: found.fleet.state.engines["e0"].held_noted, "the hold")  # type: ignore[index]
         assert e0.version == "1", "nobody waits: it is held"
         run = found.run()
         check_whole(run, await read(run))
@@ -53,7 +53,7 @@ async def test_who_is_refused_meanwhile_is_told_who_holds_the_engine(tmp_path: P
         await serve(found, holder, 1, e0)
         await read(found.run(found.session("waits-for-a-tool")))
         holder.publish(2)
-        await until(lambda: found.fleet.handles["e0"].held, "the hold")  # type: ignore[index]
+        await until(lambda: found.fleet.state.engines["e0"].held_noted, "the hold")  # type: ignore[index]
         with pytest.raises(OutOfCapacity, match=r"every intake is closed \(engine e0 stays on version 1 for session "):
             await read(found.run())
 
@@ -82,7 +82,7 @@ async def test_a_turn_that_waits_for_the_trainer_ends_no_hold(tmp_path: Path, mo
         await read(found.run(found.session("waits-for-a-tool")))
         found.trainer.requested(1, 1, 0)
         holder.publish(2)
-        await until(lambda: found.fleet.handles["e0"].held, "the hold")  # type: ignore[index]
+        await until(lambda: found.fleet.state.engines["e0"].held_noted, "the hold")  # type: ignore[index]
         waiting = asyncio.create_task(read(found.run()))
         await until(lambda: found.fleet.statistics().waiting_for, "who waits")
         [reason] = found.fleet.statistics().waiting_for

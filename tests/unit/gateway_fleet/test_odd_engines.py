@@ -16,12 +16,13 @@ from aiohttp import web
 
 from gateway.app import Gateway
 from gateway.core import faults
+from gateway.core.fleet import refresh
 from gateway.core.types import EngineName
 from gateway.engines.base import EngineReport
 from gateway.engines.connections import TETHER_READ_BYTES, until_broken
 from gateway.engines.http import CONTROL_BYTES_MAX
 from gateway.engines.vllm import VllmEngine
-from gateway.fleet import fleet, refresh
+from gateway.fleet import fleet
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.handle import EngineHandle
 from gateway.fleet.watcher import EngineWatcher
@@ -168,14 +169,14 @@ async def test_what_nobody_foresaw_is_the_engines_state_too_and_is_said_once(
 async def test_a_look_that_fails_in_the_gateway_itself_costs_no_other_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    met, broken = EngineWatcher._join, True
+    met, broken = EngineWatcher._describe, True
 
-    def meet(watching: EngineWatcher, member: EngineHandle, *rest: Any) -> None:
+    async def meet(watching: EngineWatcher, member: EngineHandle, *rest: Any, **restarted: bool) -> None:
         if broken and member.spec.name == "e1":
             raise AssertionError("nobody thought of it")
-        met(watching, member, *rest)
+        await met(watching, member, *rest, **restarted)
 
-    monkeypatch.setattr(EngineWatcher, "_join", meet)
+    monkeypatch.setattr(EngineWatcher, "_describe", meet)
     e0, e1 = ScriptedEngine("e0"), ScriptedEngine("e1")
     async with e0, e1, gateway(tmp_path, e0, e1, poll_interval_s=0.05) as (found, http):
         assert "nobody thought of it" in (await check_serves(found, http))["e1"]["last_error"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from gateway.core.fleet import refresh
 from gateway.core.fleet.config import FleetConfig
 from gateway.core.types import SamplingParams, Version
 from gateway.engines.base import EngineChunk, EngineFailed, NoLogprob, StreamCut
-from gateway.fleet import refresh
 from gateway.fleet.probe import PROMPT, Probe, compare, probe
 from tests.support.fake_relay import FakeRelay, relay
 from tests.support.gateway_shell import Shell, check_whole, read, shell
