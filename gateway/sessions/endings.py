@@ -201,10 +201,12 @@ class Endings:
         await self._note(state, Given(None, request.turns, request.leaves))
         self._end(state)
         state.unrewarded = Unrewarded(request, unix_s() + self._config.reward_window_s)
+        self._live.presence.look_again(state, unix_s())
         try:
             await self._store.unrewarded(session_id, state.unrewarded)
         except LaminarError:
             state.phase, state.unrewarded = "live", None
+            self._live.presence.look_again(state, unix_s())
             raise
         await self._store.synced()
         await self._part(state)
@@ -278,6 +280,7 @@ class Endings:
             raise Conflict(f"session {session_id} is being finished with {_described(self._finishing[session_id][0])}")
         if state.unrewarded is not None:
             state.unrewarded, state.phase = None, "live"
+            self._live.presence.look_again(state, unix_s())
         state.end("abandoned")  # before the aborts: none of its turns may be replaced by a retry
         for turn in self._sessions.joinable.of_session(session_id):
             await turn.abort(f"its session was abandoned ({reason})")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -19,10 +19,11 @@ from dataclasses import replace
 from gateway.config import GatewayConfig
 from gateway.core.access import ATTACH, CALL, Caller, Target, finish_key, owner_of, require
 from gateway.core.endings import Ended
-from gateway.core.fleet.events import SessionEnded, SessionForgotten, VersionInsisted
+from gateway.core.fleet.events import SessionEnded, SessionForgotten, SessionMade
 from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.modes import mode_of
 from gateway.core.key_bounds import KeyBounds
+from gateway.core.presence import Presence
 from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, names_a_session
 from gateway.core.types import GroupId, SessionId, TurnId
 from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity
@@ -72,6 +73,8 @@ class SessionRegistry:
         self._ended: OrderedDict[SessionId, Ended] = OrderedDict()
         self._children: dict[SessionId, set[SessionId]] = {}  # of live sessions, by their parent
         self.bounds = KeyBounds(config.sessions_per_key, config.turns_per_key)
+        self.presence = Presence(config.idle_after_s, self._live.get, machine.state.training)
+        self.training_groups = Counter[GroupId]()  # live sessions for training
 
     def __len__(self) -> int:
         return len(self._live)
@@ -143,7 +146,8 @@ class SessionRegistry:
         self._machine.handle(SessionEnded(state.session_id), time.monotonic())
         parent = None if state.spec.parent_session_id is None else self._live.get(state.spec.parent_session_id)
         if parent is not None and state.spec.blocks_parent:
-            parent.touched_unix_s = unix_s()
+            parent.touched_unix_s = now = unix_s()
+            self.presence.woke(parent, now)
 
     def new_id(self) -> SessionId:
         """An id for a session. Where gateways share a store, it says whose it is."""
@@ -211,7 +215,7 @@ class SessionRegistry:
         now = unix_s()
         state = self._enter(SessionState(spec, now, now, version=spec.version))
         self._note_parent(spec)
-        self._machine.handle(VersionInsisted(state.session_id, spec.version), time.monotonic())
+        self._machine.handle(SessionMade(state), time.monotonic())
         key = f"{SESSION_KEY_PREFIX}{secrets.token_hex(12)}"
         if not spec.ephemeral:
             self._note_key(spec.session_id, key)
@@ -276,6 +280,7 @@ class SessionRegistry:
         state = SessionState(spec, now if created_unix_s is None else created_unix_s, now, version=spec.version)
         if not spec.ephemeral:
             self._enter(state)
+            self._machine.handle(SessionMade(state), time.monotonic())
             self._note_parent(spec)
             self._note_key(spec.session_id, api_key)
         return state
@@ -283,6 +288,8 @@ class SessionRegistry:
     def _note_parent(self, spec: SessionSpec) -> None:
         if spec.parent_session_id is not None:
             self._children.setdefault(spec.parent_session_id, set()).add(spec.session_id)
+            if (parent := self._live.get(spec.parent_session_id)) is not None:
+                self.presence.look_again(parent, unix_s())
 
     def _note_key(self, session_id: SessionId, key: str) -> None:
         self._keys[key], self._key_of[session_id] = session_id, key
@@ -297,6 +304,9 @@ class SessionRegistry:
     def _enter(self, state: SessionState) -> SessionState:
         if state.session_id not in self._live:
             self.bounds.session_began(state.spec.owner)
+            self.presence.note(state)
+            if state.spec.trains:
+                self.training_groups[state.spec.group_id] += 1
         self._live[state.session_id] = state
         return state
 
@@ -308,12 +318,17 @@ class SessionRegistry:
                 self._ended.popitem(last=False)
         if self._live.pop(state.session_id, None) is not None:
             self.bounds.session_ended(state.spec.owner)
+            if state.spec.trains:
+                self.training_groups[group := state.spec.group_id] -= 1
+                if not self.training_groups[group]:
+                    del self.training_groups[group]
         parent = state.spec.parent_session_id
         if parent in self._children:
             self._children[parent].discard(state.session_id)
             if not self._children[parent]:
                 del self._children[parent]
         forgotten = SessionForgotten(state.session_id, state.spec.group_id, state.spec.group_size)
+        self.presence.gone(state, unix_s())
         self._machine.handle(forgotten, time.monotonic())
         key = self._key_of.pop(state.session_id, None)
         if key is not None:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gateway.config import GatewayConfig
@@ -18,7 +18,6 @@ from gateway.core.admission import (
     Keeper,
     Reader,
     Readers,
-    Sessions,
     WaitingGroup,
     is_silent,
     stranded,
@@ -47,6 +46,8 @@ NOTE_AGAIN_S = 600.0
 """Between two lines in the log about one reader."""
 LEASES_LOOK_S = 5.0
 """Between two looks at which samples runners have."""
+LOOKED_AT_ONCE = 1000
+"""Silent sessions, without a pause: some milliseconds."""
 
 
 @dataclass(slots=True)
@@ -122,12 +123,23 @@ class Trainer:
             now = time.monotonic()
             self._readers.requested(kept.name, kept.batch, kept.group_size, kept.staleness_max, now, waits=True)
         self._took = Pace()
+        live.presence.keeps = lambda state, now: self._silent_kept_by(state, now, config.idle_after_s) is not None
 
     async def follow_leases(self, tasks: PromptPool) -> None:
         """Which samples runners have, until cancelled."""
         while True:
-            self._leased = await tasks.leased() if tasks.statistics().leases else frozenset()
+            before, self._leased = self._leased, await tasks.leased() if tasks.statistics().leases else frozenset()
+            if self._leased != before:
+                await self._look_again()
             await asyncio.sleep(LEASES_LOOK_S)
+
+    async def _look_again(self) -> None:
+        """Other samples are leased: other sessions are kept."""
+        for number, session_id in enumerate(self._live.presence.silent(), 1):
+            if (state := self._live.find(session_id)) is not None:
+                self._live.presence.look_again(state, unix_s())
+            if number % LOOKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     @property
     def version(self) -> int:
@@ -200,7 +212,7 @@ class Trainer:
         buffered = self._buffer.num_unused(bounds)
         if not counting:
             return Admission(0, buffered, None, self._config.fleet.staleness_max, next_s)
-        reader, sessions = counting[0], self._sessions()
+        reader, sessions = counting[0], self._live.presence.sessions(unix_s())
         found = Admission(
             sessions.running,
             buffered,
@@ -218,7 +230,7 @@ class Trainer:
     def status(self) -> AdmissionStatus:
         counting = self._counting(now := time.monotonic())
         found, bounds = self._admission(counting), self._bounds(counting)
-        reader, sessions = (counting[0] if counting else None), self._sessions()
+        reader, sessions = (counting[0] if counting else None), self._live.presence.sessions(unix_s())
         held = 0 if reader is None else self._stranded(reader, bounds)
         waiting = [] if reader is None else self._waiting(reader, bounds)
         return AdmissionStatus(
@@ -245,31 +257,14 @@ class Trainer:
         if reader.group_size is None:
             return 0
         buffered, closed = self._buffer.groups(bounds)
-        return stranded(buffered, closed, reader.group_size, {group for _, group in self._expected()})
+        return stranded(buffered, closed, reader.group_size, self._live.training_groups.keys())
 
     def _waiting(self, reader: Reader, bounds: Sequence[Bound]) -> list[WaitingGroup]:
         if reader.group_size is None:
             return []
         buffered, closed = self._buffer.groups(bounds)
-        return waiting_groups(buffered, closed, reader.group_size, self._expected())
-
-    def _expected(self) -> Iterator[tuple[str, str]]:
-        """Live sessions for training, with their groups."""
-        return ((s.session_id, s.spec.group_id) for s in self._live if s.spec.trains)
-
-    def _sessions(self) -> Sessions:
-        now, after_s, used, silent, idle = unix_s(), self._config.idle_after_s, 0, 0, 0
-        since = now - after_s
-        for state in self._live:
-            if state.version is None or not state.spec.trains:
-                continue
-            if state.running or state.touched_unix_s > since:  # `is_silent`, inlined: each placement counts them all
-                used += 1
-            elif self._silent_kept_by(state, now, after_s) is None:
-                idle += 1
-            else:
-                silent += 1
-        return Sessions(used + silent, silent, idle)
+        expected = ((s.session_id, s.spec.group_id) for s in self._live if s.spec.trains)
+        return waiting_groups(buffered, closed, reader.group_size, expected)
 
     def kept_by(self, state: SessionState, now_unix_s: float, idle_after_s: float | None = None) -> Keeper | None:
         """What keeps the session; None: it is idle. `idle_after_s`: default `--idle-after-s`."""

@@ -215,6 +215,7 @@ class TurnService:
         state = self.live.get(turn.request.session_id)
         turn.began_unix_s = unix_s()
         state.begin_turn(turn.request, turn.began_unix_s)
+        self.live.presence.woke(state, turn.began_unix_s)
         turn.session = state
         self.joinable.begin(turn)
         self.live.bounds.turn_began(state.spec.owner)

@@ -165,11 +165,10 @@ class TokensCame(EngineEvent, frozen=True, gc=False):
 # -- sessions
 
 
-class VersionInsisted(Event, frozen=True, gc=False):
-    """A session began that continues under `version` alone; None: under any."""
+class SessionMade(Event, frozen=True, gc=False):
+    """It has no turn yet."""
 
-    session_id: SessionId
-    version: Version | None
+    session: SessionState
 
 
 class SessionRestored(Event, frozen=True, gc=False):

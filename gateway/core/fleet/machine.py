@@ -46,6 +46,7 @@ from gateway.core.fleet.events import (
     RoundBegan,
     SessionEnded,
     SessionForgotten,
+    SessionMade,
     SessionRestored,
     TokensCame,
     TurnEndedWell,
@@ -53,7 +54,6 @@ from gateway.core.fleet.events import (
     TurnFailed,
     TurnLeft,
     VersionCame,
-    VersionInsisted,
 )
 from gateway.core.fleet.intake import intake_changes
 from gateway.core.fleet.labels import UNNAMED, is_version, version_of
@@ -291,6 +291,7 @@ class FleetMachine:
             change = VersionChange(turn, event.turn_id or "", session.version, engine.version, event.reason)
             session.version_changes.append(change)
         session.version, session.engine = engine.version, engine.name
+        self._count(session)
         fleet.prefixes.sent(event.prefix, engine.name, engine.holding)
         fleet.pinned.note(session.session_id, session.version if session.insists else None)
         self._keep(session)
@@ -338,11 +339,18 @@ class FleetMachine:
 
     # -- sessions
 
-    def _version_insisted(self, event: VersionInsisted, now: float) -> None:
-        self.state.pinned.note(event.session_id, event.version)
+    def _session_made(self, event: SessionMade, now: float) -> None:
+        """It may continue under one version alone, which it names."""
+        self.state.pinned.note(event.session.session_id, event.session.spec.version)
+        self._count(event.session)
+
+    def _count(self, session: SessionState) -> None:
+        if session.version is not None and session.spec.trains:
+            self.state.training.add(session.session_id)
 
     def _session_restored(self, event: SessionRestored, now: float) -> None:
         fleet, session = self.state, event.session
+        self._count(session)
         if session.version is not None and not (session.spec.ephemeral or session.spec.unnamed):
             self._keep(session)
             if fleet.group_versions.get(session.spec.group_id) is None:
@@ -359,6 +367,7 @@ class FleetMachine:
 
     def _session_forgotten(self, event: SessionForgotten, now: float) -> None:
         self.state.group_versions.session_ended(event.group_id, event.group_size)
+        self.state.training.discard(event.session_id)
         self._session_ended(event, now)
 
     # -- what is learnt, and the round of decisions
@@ -414,7 +423,7 @@ HANDLERS: Mapping[type[Event], Callable[..., Iterable[Effect] | None]] = {
     TurnFailed: FleetMachine._turn_failed,
     TurnEndedWell: FleetMachine._turn_ended_well,
     TokensCame: FleetMachine._tokens_came,
-    VersionInsisted: FleetMachine._version_insisted,
+    SessionMade: FleetMachine._session_made,
     SessionRestored: FleetMachine._session_restored,
     SessionEnded: FleetMachine._session_ended,
     SessionForgotten: FleetMachine._session_forgotten,

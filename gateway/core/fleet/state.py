@@ -301,6 +301,7 @@ class FleetState:
     turn_tokens: float = 256.0  # that a turn typically generates, as learnt; before that, a guess
     prefill_tokens_per_s: float = 1000.0
     pinned: PinnedVersions = field(init=False)
+    training: set[SessionId] = field(default_factory=set, init=False)  # live, for training, and begun
     beside: dict[str, set[EngineName]] = field(default_factory=dict, init=False)  # by relay
     held: set[EngineName] = field(default_factory=set, init=False)  # by live sessions, by the last round
     _on: dict[Version, set[SessionId]] = field(default_factory=dict, init=False)  # `session_versions`, by version

@@ -175,6 +175,7 @@ def leave(found: Gateway, name: str) -> None:
     state = found.sessions.live.find(SessionId(name))
     assert state is not None
     state.touched_unix_s -= 61
+    found.sessions.live.presence.note(state)
 
 
 async def test_sessions_whose_agents_left_hold_nobody_up_and_count_again_on_their_return(tmp_path: Path) -> None:
