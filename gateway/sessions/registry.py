@@ -74,6 +74,7 @@ class SessionRegistry:
         self._children: dict[SessionId, set[SessionId]] = {}  # of live sessions, by their parent
         self.bounds = KeyBounds(config.sessions_per_key, config.turns_per_key)
         self.presence = Presence(config.idle_after_s, self._live.get, machine.state.training)
+        self._unnamed: dict[SessionId, SessionState] = {}  # of the live ones, those of calls that named none
         self.training_groups = Counter[GroupId]()  # live sessions for training
 
     def __len__(self) -> int:
@@ -81,6 +82,10 @@ class SessionRegistry:
 
     def __iter__(self) -> Iterator[SessionState]:
         return iter(self._live.values())
+
+    def unnamed(self) -> Iterable[SessionState]:
+        """Sessions of calls that named none."""
+        return list(self._unnamed.values())
 
     def find(self, session_id: SessionId) -> SessionState | None:
         return self._live.get(session_id)
@@ -305,6 +310,8 @@ class SessionRegistry:
         if state.session_id not in self._live:
             self.bounds.session_began(state.spec.owner)
             self.presence.note(state)
+            if state.spec.unnamed:
+                self._unnamed[state.session_id] = state
             if state.spec.trains:
                 self.training_groups[state.spec.group_id] += 1
         self._live[state.session_id] = state
@@ -318,6 +325,7 @@ class SessionRegistry:
                 self._ended.popitem(last=False)
         if self._live.pop(state.session_id, None) is not None:
             self.bounds.session_ended(state.spec.owner)
+            self._unnamed.pop(state.session_id, None)
             if state.spec.trains:
                 self.training_groups[group := state.spec.group_id] -= 1
                 if not self.training_groups[group]:

@@ -4,7 +4,9 @@ Invariants:
 - an engine stands in each of its pools once, with the load that it had when it was last put there;
 - between two puts turns do not come or go, and tokens only grow: so a kept load is a lower bound of the true one, and
   the first engine of a pool whose kept load is its true one is the least loaded. One that has more by now is put in
-  anew, further behind; so tokens that come need no notification.
+  anew, further behind; so tokens that come need no notification;
+- `free` of a pool is no less than the KV tokens that any engine in it has left: a prompt that needs more is refused
+  without a look at each. A look that finds no room makes it exact.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class Pool(NamedTuple):
 class LoadOrder:
     _loads: dict[Pool, list[Load]] = field(default_factory=dict)
     _of: dict[EngineName, tuple[Load, Sequence[Pool]]] = field(default_factory=dict)
+    free: dict[Pool, float] = field(default_factory=dict)
 
     def pools(self) -> list[Pool]:
         """Those that have engines, the newest version first."""
@@ -52,8 +55,9 @@ class LoadOrder:
         found = self._of.get(name)
         return None if found is None else found[0]
 
-    def put(self, load: Load, pools: Sequence[Pool]) -> None:
-        """The engine is in these pools, with this load, and nowhere else; in no pool: it is forgotten."""
+    def put(self, load: Load, pools: Sequence[Pool], free: float = 0.0) -> None:
+        """The engine is in these pools, with this load, and nowhere else; in no pool: it is forgotten. `free`: KV
+        tokens that it has left."""
         old, left = self._of.pop(load.name, (load, ()))
         stays = left if load == old else ()  # where it stands already, and rightly
         for pool in left:
@@ -61,8 +65,9 @@ class LoadOrder:
                 loads = self._loads[pool]
                 del loads[bisect.bisect_left(loads, old)]
                 if not loads:
-                    del self._loads[pool]
+                    del self._loads[pool], self.free[pool]
         for pool in pools:
+            self.free[pool] = max(free, self.free.get(pool, 0.0))
             if pool not in stays:
                 bisect.insort(self._loads.setdefault(pool, []), load)
         if pools:

@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -378,7 +379,7 @@ class FleetState:
             if engine is not None:
                 kept = None if recount else self._order.kept(name)
                 load = engine.load if kept is None else Load(kept.turns, kept.tokens, engine.admitted, name)
-                self._order.put(load, engine.pools)
+                self._order.put(load, engine.pools, self._free(engine, load))
         self._displaced.clear()
         return self._order
 
@@ -395,26 +396,31 @@ class FleetState:
 
     def least_loaded(self, pool: Pool, prompt_tokens: int, suits: Callable[[EngineState], bool]) -> EngineState | None:
         """The least loaded engine of a pool that has room for so long a prompt and `suits`."""
-        order, at = self._ordered(), 0
+        order, at, most = self._ordered(), 0, 0.0
+        if prompt_tokens > order.free.get(pool, 0.0):
+            return None
         while at < len(loads := order.loads(pool)) and (kept := loads[at]).turns < self.config.max_running:
             engine = self.engines[kept.name]
-            if not self.has_room(engine, prompt_tokens, kept.tokens) or not suits(engine):
-                at += 1  # nor has it with what came since
+            free = self._free(engine, kept)
+            if engine.suspected or prompt_tokens > free or not suits(engine):
+                at, most = at + 1, max(most, free)  # nor has it room with what came since
             elif (load := engine.load) != kept:
-                order.put(load, engine.pools)
+                order.put(load, engine.pools, self._free(engine, load))
             else:
                 return engine
+        order.free[pool] = most
         return None
 
-    def has_room(self, engine: EngineState, prompt_tokens: int, tokens: int | None = None) -> bool:
-        """`tokens`: that it holds, if they were counted already."""
-        num = len(engine.turns)
-        if engine.status != "serving" or engine.suspected or num >= self.config.max_running:
+    def _free(self, engine: EngineState, load: Load) -> float:
+        """KV tokens that it has left, with such a load. Without a turn it takes any prompt."""
+        if not load.turns or not engine.kv_capacity_tokens:
+            return math.inf
+        return self.config.kv_max * engine.kv_capacity_tokens - load.tokens
+
+    def has_room(self, engine: EngineState, prompt_tokens: int) -> bool:
+        if engine.status != "serving" or engine.suspected or len(engine.turns) >= self.config.max_running:
             return False
-        if not num or not engine.kv_capacity_tokens:
-            return True
-        held = engine.tokens if tokens is None else tokens
-        return held + prompt_tokens <= self.config.kv_max * engine.kv_capacity_tokens
+        return prompt_tokens <= self._free(engine, engine.load)
 
     def needed(self, version: Version) -> bool:
         """Live sessions are on it."""

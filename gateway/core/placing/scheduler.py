@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from gateway.core.fleet.events import Placed
@@ -184,7 +185,7 @@ def _place_known(demand: Demand, fleet: FleetState, version: Version) -> Placeme
     chosen = chosen or _choose(pool, demand, fleet, lambda e: e.name not in avoid)
     if chosen is not None:
         return chosen
-    return Wait(f"engines of version {version} {_why([e for e in fleet.serving(pool) if demand.fits(e)], demand)}")
+    return Wait(f"engines of version {version} {_why(lambda: filter(demand.fits, fleet.serving(pool)), demand)}")
 
 
 def _avoid(demand: Demand, engines: Iterable[EngineState]) -> frozenset[EngineName]:
@@ -252,7 +253,7 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
         chosen = _choose(same, demand, fleet)
         if chosen is not None:
             return chosen
-        return Wait(f"engines of its group's version {group_version} {_why(list(fleet.serving(same)), demand)}")
+        return Wait(f"engines of its group's version {group_version} {_why(lambda: fleet.serving(same), demand)}")
     if spec.max_version is not None and fleet.past(spec.max_version, spec.min_version):
         reason = f"every engine is past version {spec.max_version}, the newest that it may be on"
         return Lost(reason, "a higher `max_version`; or name a `version`, which is loaded again")
@@ -272,15 +273,16 @@ def _place_new(demand: Demand, fleet: FleetState, admission: Admission) -> Place
         chosen = _choose(pool, demand, fleet)
         if chosen is not None:
             return chosen
-    open_ = [e for pool in pools for e in fleet.serving(pool)]
-    return Wait(f"open intakes {_why(open_, demand)}" if open_ else "every intake is closed")
+    if not pools:
+        return Wait("every intake is closed")
+    return Wait(f"open intakes {_why(lambda: chain.from_iterable(map(fleet.serving, pools)), demand)}")
 
 
-def _why(engines: Sequence[EngineState], demand: Demand) -> str:
+def _why(engines: Callable[[], Iterable[EngineState]], demand: Demand) -> str:
     """Why none of the engines takes the turn."""
-    if any(demand.suits(e) for e in engines):
+    if any(map(demand.suits, engines())):
         return "are full"
-    able = [e for e in engines if demand.takes(e)]
+    able = list(filter(demand.takes, engines()))
     if not able:
         return "cannot sample or constrain an answer so"
     if any(demand.fits(e) for e in able):

@@ -2,7 +2,8 @@
 
 - `place`: a turn's engine, among turns that come, grow and end, and beside it what booking and ends cost;
 - `publish`: what is decided when a version arrives everywhere at once: intakes, refreshes, and the plan of moves; in
-  all, and the longest without a pause for other tasks.
+  all, and the longest without a pause for other tasks;
+- `scale`: how both, a turn's end and an admission grow with the fleet, from 64 to 4,096 engines.
 
 Writes bench-results/core.json.
 """
@@ -28,6 +29,7 @@ from gateway.core.packing.lengths import KEPT, SessionDurations, TurnLengths
 from gateway.core.placing.scheduler import Wait, place
 from gateway.core.types import Version
 from gateway.repack.loop import Repacker
+from tests.bench.core.scale import scale_figures
 from tests.bench.core.scene import FREE, NEWEST, ONE, SEVERAL, Scene, scene
 from tests.bench.figures import ROUNDS, Figure, keep, median, show
 from tests.bench.repack.trace import lengths
@@ -183,7 +185,7 @@ def planner(made: Scene) -> Repacker:
     return Repacker(config, fleet, sessions, _durations(), None)  # type: ignore[arg-type]
 
 
-PARTS = {"place": place_figures, "publish": publish_figures}
+PARTS = {"place": place_figures, "publish": publish_figures, "scale": scale_figures}
 
 
 def main(arguments: Sequence[str] = ()) -> None:
