@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gateway.config import EngineSpec, GatewayConfig
 from gateway.core.faults import soonest_s
@@ -206,13 +207,14 @@ class Fleet:
         adapter = connect(spec.kind, spec.url, self._adapters)
         if not spec.loads:
             log.info("engine %s keeps the version that it was started with: kind %s loads no others", name, spec.kind)
-        if spec.relay is None:
-            self.send(Added(name, spec.kind, spec.url, loads=spec.loads))
-        else:
+        versions: dict[str, Any] = {}
+        if spec.relay is not None:
             self.relays.follow(spec.relay)
-            held, newest = self.relays.held(spec.relay), self.relays.newest(spec.relay) or NO_VERSION
-            self.send(Added(name, spec.kind, spec.url, spec.relay, spec.loads, held, newest))
-        handle = self.handles[name] = EngineHandle(spec, adapter, self.state.engines[name])
+            newest = self.relays.newest(spec.relay) or NO_VERSION
+            versions = {"relay": spec.relay, "loadable": self.relays.held(spec.relay), "available": newest}
+        state = EngineState(name, spec.kind, spec.url, loads=spec.loads, **versions)
+        self.send(Added(state))
+        handle = self.handles[name] = EngineHandle(spec, adapter, state)
         watcher = self._watcher
         handle.watch = self._tasks.keep_running(
             lambda: watcher.watch(handle), f"watch-{name}", lambda error: watcher.failed(handle, error)

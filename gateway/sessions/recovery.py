@@ -119,4 +119,4 @@ def _restore_rewards(sessions: TurnService, state: SessionState, kept: KeptSessi
     if kept.unrewarded is not None:
         state.end("finished")
         state.unrewarded = kept.unrewarded
-        sessions.fleet.send(SessionEnded(state.session_id))
+        sessions.fleet.send(SessionEnded(state))

@@ -19,7 +19,7 @@ from dataclasses import replace
 from gateway.config import GatewayConfig
 from gateway.core.access import ATTACH, CALL, Caller, Target, finish_key, owner_of, require
 from gateway.core.endings import Ended
-from gateway.core.fleet.events import SessionEnded, SessionForgotten, SessionMade
+from gateway.core.fleet.events import SessionEnded, SessionMade
 from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.modes import mode_of
 from gateway.core.key_bounds import KeyBounds
@@ -148,7 +148,7 @@ class SessionRegistry:
 
     def unblock(self, state: SessionState) -> None:
         """The session has ended: no engine is held for it, and a parent that waited for it is idle from now on."""
-        self._machine.handle(SessionEnded(state.session_id), time.monotonic())
+        self._machine.handle(SessionEnded(state), time.monotonic())
         parent = None if state.spec.parent_session_id is None else self._live.get(state.spec.parent_session_id)
         if parent is not None and state.spec.blocks_parent:
             parent.touched_unix_s = now = unix_s()
@@ -335,9 +335,8 @@ class SessionRegistry:
             self._children[parent].discard(state.session_id)
             if not self._children[parent]:
                 del self._children[parent]
-        forgotten = SessionForgotten(state.session_id, state.spec.group_id, state.spec.group_size)
         self.presence.gone(state, unix_s())
-        self._machine.handle(forgotten, time.monotonic())
+        self._machine.handle(SessionEnded(state, forgotten=True), time.monotonic())
         key = self._key_of.pop(state.session_id, None)
         if key is not None:
             del self._keys[key]

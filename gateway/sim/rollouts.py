@@ -28,14 +28,14 @@ from gateway.core.fleet.events import (
     Polled,
     RelayReported,
     RoundBegan,
-    SessionForgotten,
+    SessionEnded,
     TurnEntered,
     TurnLeft,
 )
 from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.modes import mode_of
 from gateway.core.fleet.refresh import RefreshDecision
-from gateway.core.fleet.state import FleetState, TurnLoad
+from gateway.core.fleet.state import EngineState, FleetState, TurnLoad
 from gateway.core.packing.engine_views import EngineView, SessionLoad, engine_views, weigh
 from gateway.core.packing.lengths import TurnLengths
 from gateway.core.packing.planners import plan_repack
@@ -136,9 +136,10 @@ class Rollouts:
 
     def _add(self, name: EngineName) -> None:
         s = self.settings
-        self._send(Added(name, "sim", f"sim://{name}", RELAY))
+        state = EngineState(name, "sim", f"sim://{name}", RELAY)
+        self._send(Added(state))
         self._send(Described(name, 0.0, INCARNATION, "1", 0, s.kv_capacity_tokens))
-        self.engines[name] = SimEngine(self.state.engines[name], self._send, s.decode_s, s.prefill_tokens_per_s)
+        self.engines[name] = SimEngine(state, self._send, s.decode_s, s.prefill_tokens_per_s)
         self._to_move[name], self._moving[name] = deque(), set()
 
     def _send(self, event: Event) -> Sequence[Effect]:
@@ -252,7 +253,7 @@ class Rollouts:
         if turn.session.version not in (None, self.state.engines[found.engine].version):
             self._samples.mixed += 1
         self._send(Placed(found.engine, turn.session, None, reason=found.reason))
-        self._send(SessionForgotten(turn.session.session_id, turn.session.spec.group_id, 1))
+        self._send(SessionEnded(turn.session, forgotten=True))
         self._arrive(turn, found.engine)
 
     def _arrive(self, turn: SimTurn, name: EngineName) -> None:

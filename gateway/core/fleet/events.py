@@ -11,9 +11,9 @@ import msgspec
 
 from gateway.core.fleet.intake import IntakeChange
 from gateway.core.fleet.refresh import RefreshDecision
-from gateway.core.fleet.state import TurnLoad, Wanted
+from gateway.core.fleet.state import EngineState, TurnLoad, Wanted
 from gateway.core.sessions import SessionState
-from gateway.core.types import EngineName, GroupId, SessionId, TurnId, Version
+from gateway.core.types import EngineName, TurnId, Version
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
@@ -28,15 +28,9 @@ class EngineEvent(Event, frozen=True, gc=False):
 
 
 class Added(Event, frozen=True, gc=False):
-    """`held`: the versions at its relay, `newest` of them; None: the relay has not reported yet."""
+    """`state`: with what its relay has reported so far."""
 
-    engine: EngineName
-    kind: str
-    url: str
-    relay: str = ""  # beside it; none: it loads nothing
-    loads: bool = True
-    held: frozenset[Version] | None = frozenset()
-    newest: Version = Version(0)
+    state: EngineState
 
 
 class Removed(EngineEvent, frozen=True, gc=False):
@@ -178,17 +172,10 @@ class SessionRestored(Event, frozen=True, gc=False):
 
 
 class SessionEnded(Event, frozen=True, gc=False):
-    """It will have no more turns."""
+    """It will have no more turns; `forgotten`: it is not live any more, either."""
 
-    session_id: SessionId
-
-
-class SessionForgotten(Event, frozen=True, gc=False):
-    """It has ended, and counts as ended in its group."""
-
-    session_id: SessionId
-    group_id: GroupId
-    group_size: int
+    session: SessionState
+    forgotten: bool = False
 
 
 # -- what is learnt, and the round of decisions
@@ -253,7 +240,7 @@ class Emptied(msgspec.Struct, frozen=True):
 
 
 class VersionCame(msgspec.Struct, frozen=True):
-    """Some engine could load a newer version."""
+    """Some engine could load a newer version. By now intakes have closed for it, so that a plan can be made."""
 
 
 Effect = Noted | PollMissed | PollWanted | HoldBegan | Emptied | VersionCame | IntakeChange | RefreshDecision

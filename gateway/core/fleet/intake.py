@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.core.fleet.modes import mode_of
@@ -28,31 +28,33 @@ def intake_changes(fleet: FleetState, now: float, engines: Sequence[EngineState]
     engines = fleet.sorted_engines() if engines is None else engines
     for engine in engines:
         engine.note_use(now, below=_below(fleet, engine))
-    changes = [c for engine in engines if engine.status == "serving" for c in _intake(fleet, engine, now)]
+    serving = [engine for engine in engines if engine.status == "serving"]
+    changes = [IntakeChange(e.name, not e.intake_open, why) for e in serving if (why := _why(fleet, e, now))]
     for change in changes:
         engine = fleet.engines[change.engine]
         engine.open_intake(now) if change.open else engine.close_intake(now)
     return changes
 
 
-def _intake(fleet: FleetState, engine: EngineState, now: float) -> Iterable[IntakeChange]:
+def _why(fleet: FleetState, engine: EngineState, now: float) -> str:
+    """Why a serving engine's intake opens or closes now; empty if it does not."""
     c, mode, newer = fleet.config, mode_of(fleet.config), engine.newer
     if mode.mixes:
-        if not engine.intake_open:
-            yield IntakeChange(engine.name, True, "a newer version interrupts no turn")
-    elif engine.intake_open:
+        return "" if engine.intake_open else "a newer version interrupts no turn"
+    if engine.intake_open:
         if newer and not engine.reopened and engine.admitted >= mode.intake_min(c):
-            yield IntakeChange(engine.name, False, f"version {engine.available} is here; {engine.admitted} admitted")
-        elif newer and not engine.turns:
-            yield IntakeChange(engine.name, False, f"version {engine.available} is here and nothing runs")
-        elif engine.admitted >= c.intake_batch:
-            yield IntakeChange(engine.name, False, f"batch of {c.intake_batch} admitted")
-        elif now - engine.intake_opened_at >= c.intake_age_s and engine.admitted:
-            yield IntakeChange(engine.name, False, f"open for {c.intake_age_s:g} s")
-    elif not newer and len(engine.turns) < c.max_running:
-        yield IntakeChange(engine.name, True, f"nothing newer than version {engine.version}")
-    elif newer and straggling(fleet, engine, now) and fresh(fleet, engine):
-        yield IntakeChange(engine.name, True, f"{stragglers(fleet, engine)}; within the staleness bound")
+            return f"version {engine.available} is here; {engine.admitted} admitted"
+        if newer and not engine.turns:
+            return f"version {engine.available} is here and nothing runs"
+        if engine.admitted >= c.intake_batch:
+            return f"batch of {c.intake_batch} admitted"
+        aged = now - engine.intake_opened_at >= c.intake_age_s and engine.admitted
+        return f"open for {c.intake_age_s:g} s" if aged else ""
+    if not newer:
+        return f"nothing newer than version {engine.version}" if len(engine.turns) < c.max_running else ""
+    if straggling(fleet, engine, now) and fresh(fleet, engine):
+        return f"{stragglers(fleet, engine)}; within the staleness bound"
+    return ""
 
 
 def _below(fleet: FleetState, engine: EngineState) -> bool:

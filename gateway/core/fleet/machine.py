@@ -45,7 +45,6 @@ from gateway.core.fleet.events import (
     Removed,
     RoundBegan,
     SessionEnded,
-    SessionForgotten,
     SessionMade,
     SessionRestored,
     TokensCame,
@@ -78,6 +77,7 @@ class FleetMachine:
     def __init__(self, state: FleetState) -> None:
         self.state = state
         self.changed: set[EngineName] = set()
+        self._came = False  # a newer version came to an engine's relay since the last round
 
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
         """What follows. `now`: of the monotonic clock."""
@@ -106,9 +106,7 @@ class FleetMachine:
     # -- engines come, go, and report
 
     def _added(self, event: Added, now: float) -> None:
-        engine = EngineState(event.engine, event.kind, event.url, event.relay, event.loads)
-        engine.loadable, engine.available = event.held, event.newest
-        self.state.add(engine)
+        self.state.add(event.state)
 
     def _removed(self, engine: EngineState, event: Removed, now: float) -> None:
         self.state.remove(engine.name)
@@ -193,16 +191,14 @@ class FleetMachine:
         yield from self._change(engine, "dead", event.error, now)
         engine.incarnation = ""
 
-    def _relay_reported(self, event: RelayReported, now: float) -> Iterator[Effect]:
-        self.state.newest, came = max(self.state.newest, event.version), False
+    def _relay_reported(self, event: RelayReported, now: float) -> None:
+        self.state.newest = max(self.state.newest, event.version)
         for name in self.state.beside.get(event.relay, ()):
             engine = self.state.engines[name]
             engine.loadable = event.held
             if event.version > engine.available:
-                engine.available, came = event.version, True
+                engine.available, self._came = event.version, True
             self.changed.add(name)
-        if came:
-            yield VersionCame()
 
     # -- suspicion
 
@@ -357,18 +353,16 @@ class FleetMachine:
                 fleet.group_versions.note(session.spec.group_id, session.version)
             fleet.pinned.note(session.session_id, session.version if session.insists else None)
 
-    def _session_ended(self, event: SessionEnded | SessionForgotten, now: float) -> None:
-        fleet = self.state
-        version = fleet.session_versions.get(event.session_id)
-        fleet.pinned.note(event.session_id, None)
-        fleet.forget_session(event.session_id)
+    def _session_ended(self, event: SessionEnded, now: float) -> None:
+        fleet, spec = self.state, event.session.spec
+        version = fleet.session_versions.get(spec.session_id)
+        fleet.pinned.note(spec.session_id, None)
+        fleet.forget_session(spec.session_id)
         if version is not None and not fleet.needed(version):
             self._regard_all(version)
-
-    def _session_forgotten(self, event: SessionForgotten, now: float) -> None:
-        self.state.group_versions.session_ended(event.group_id, event.group_size)
-        self.state.training.discard(event.session_id)
-        self._session_ended(event, now)
+        if event.forgotten:
+            fleet.group_versions.session_ended(spec.group_id, spec.group_size)
+            fleet.training.discard(spec.session_id)
 
     # -- what is learnt, and the round of decisions
 
@@ -378,15 +372,14 @@ class FleetMachine:
         fleet.prefill_tokens_per_s = event.prefill_tokens_per_s or fleet.prefill_tokens_per_s
 
     def _round_began(self, event: RoundBegan, now: float) -> Iterator[Effect]:
-        """Joining engines serve, intakes open and close, refreshes begin. Held engines are looked at in any case: what
-        ends a hold may be the queue, or another engine."""
+        """Joining engines serve, intakes open and close, refreshes begin. Turns that wait may end any hold."""
         fleet, changed = self.state, self.changed
         self.changed = set()
         fleet.insisted, fleet.waiting_since = event.insisted, event.waiting_since
         if event.everything or mode_of(fleet.config).together:
             engines = fleet.sorted_engines()
         else:
-            names = changed | fleet.held
+            names = changed | fleet.held if event.waiting_since else changed
             engines = [fleet.engines[name] for name in sorted(names) if name in fleet.engines]
         for engine in engines:
             if engine.status == "joining":
@@ -402,6 +395,9 @@ class FleetMachine:
             if held and not engine.held_noted:
                 yield HoldBegan(engine.name)
             engine.held_noted = held
+        if self._came:
+            self._came = False
+            yield VersionCame()
 
 
 HANDLERS: Mapping[type[Event], Callable[..., Iterable[Effect] | None]] = {
@@ -426,7 +422,6 @@ HANDLERS: Mapping[type[Event], Callable[..., Iterable[Effect] | None]] = {
     SessionMade: FleetMachine._session_made,
     SessionRestored: FleetMachine._session_restored,
     SessionEnded: FleetMachine._session_ended,
-    SessionForgotten: FleetMachine._session_forgotten,
     Learnt: FleetMachine._learnt,
     RoundBegan: FleetMachine._round_began,
 }

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gateway.config import GatewayConfig
-from gateway.core.fleet.events import RelayReported, RoundBegan, SessionForgotten, SessionRestored
+from gateway.core.fleet.events import RelayReported, RoundBegan, SessionEnded, SessionRestored
 from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.state import FleetState
 from gateway.core.placing.scheduler import Wait, place
@@ -97,7 +97,7 @@ def _of_a_turn(made: Scene, found: Costs, *, new: bool) -> None:
     booked = at()
     made.end_one()
     ended = made.idle.pop()
-    made.machine.handle(SessionForgotten(ended.session_id, ended.spec.group_id, ended.spec.group_size), 1000.0)
+    made.machine.handle(SessionEnded(ended, forgotten=True), 1000.0)
     made.machine.handle(RoundBegan(), 1000.0)
     over = at()
     long = made.too_long()

@@ -30,10 +30,11 @@ from gateway.core.fleet.events import (
     RelayReported,
     Removed,
     RoundBegan,
-    SessionForgotten,
+    SessionEnded,
     TurnEndedWell,
     TurnFailed,
     TurnLeft,
+    VersionCame,
 )
 from gateway.core.fleet.intake import IntakeChange
 from gateway.core.fleet.machine import HANDLERS, FleetMachine
@@ -98,6 +99,14 @@ def test_an_engine_that_this_gateway_paused_for_a_load_is_not_taken_for_unready(
     assert (e0.suspected, e0.ready) == (True, False)
 
 
+def test_a_plan_for_a_version_is_made_once_intakes_have_closed_for_it() -> None:
+    machine = FleetMachine(fleet(engine("e0", 1, [10], intake_open=True, admitted=1, relay="r")))
+    assert machine.handle(RelayReported("r", Version(2), frozenset({Version(2)})), 1.0) == ()
+    [change, came] = machine.handle(RoundBegan(), 1.0)
+    assert (change, came) == (IntakeChange(E0, False, "version 2 is here; 1 admitted"), VersionCame())
+    assert VersionCame() not in machine.handle(RoundBegan(everything=True), 2.0)
+
+
 # -- a round over what changed
 
 
@@ -142,7 +151,8 @@ def comes_or_goes(of: Story) -> None:
     else:
         newest = Version(of.rng.randint(0, 2))
         held = frozenset(map(Version, range(1, newest + 1)))
-        of.send(Added(name, "vllm", f"http://{name}", of.rng.choice(RELAYS), held=held, newest=newest))
+        relay = of.rng.choice(RELAYS)
+        of.send(Added(EngineState(name, "vllm", f"http://{name}", relay, loadable=held, available=newest)))
 
 
 def responds(of: Story) -> None:
@@ -209,8 +219,8 @@ def turn_leaves(of: Story) -> None:
 
 def session_ends(of: Story) -> None:
     if of.sessions:
-        spec = of.sessions.pop(of.rng.randrange(len(of.sessions))).session.spec
-        of.send(SessionForgotten(spec.session_id, spec.group_id, spec.group_size))
+        ended = of.sessions.pop(of.rng.randrange(len(of.sessions))).session
+        of.send(SessionEnded(ended, forgotten=True))
 
 
 def is_emptied(of: Story) -> None:
@@ -273,5 +283,5 @@ def test_a_turn_and_its_session_leave_nothing() -> None:
     assert machine.state.engines[E0].turns == {TurnId("t"): TurnLoad(TurnId("t"), SessionId("s"), 5, 5)}
     assert machine.state.live_sessions(Version(1)) == ("s",)
     machine.handle(TurnLeft(E0, TurnId("t")), 2.0)
-    machine.handle(SessionForgotten(SessionId("s"), demand.session.spec.group_id, 1), 2.0)
+    machine.handle(SessionEnded(demand.session, forgotten=True), 2.0)
     assert (machine.state.engines[E0].turns, machine.state.session_versions) == ({}, {})
