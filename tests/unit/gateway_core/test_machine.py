@@ -21,6 +21,7 @@ from gateway.core.fleet.events import (
     Emptying,
     EngineEvent,
     Event,
+    HoldBegan,
     Loaded,
     LoadFailed,
     NotAcquired,
@@ -105,6 +106,18 @@ def test_a_plan_for_a_version_is_made_once_intakes_have_closed_for_it() -> None:
     [change, came] = machine.handle(RoundBegan(), 1.0)
     assert (change, came) == (IntakeChange(E0, False, "version 2 is here; 1 admitted"), VersionCame())
     assert VersionCame() not in machine.handle(RoundBegan(everything=True), 2.0)
+
+
+def test_an_engine_is_free_once_the_session_that_held_it_goes_on_under_another_version() -> None:
+    held = engine("e0", 1, available=2, intake_closed_at=1.0)
+    machine = FleetMachine(fleet(held, engine("e1", 2, intake_open=True)))
+    demand = Demand(session("s", version=1), 5)
+    machine.handle(demand.booking(Placement(E0, "")), 1.0)
+    assert HoldBegan(E0) in machine.handle(RoundBegan(everything=True), 2.0)
+    machine.handle(demand.booking(Placement(EngineName("e1"), "longer than its context")), 3.0)
+    [decision] = machine.handle(RoundBegan(), 3.0)
+    assert isinstance(decision, RefreshDecision)
+    assert (decision.engine, decision.reason, decision.forced_sessions) == ("e0", "empty", ())
 
 
 # -- a round over what changed
@@ -252,7 +265,7 @@ def story(seed: int, mode: Mode) -> Story:
 
 def decided(effects: object) -> list[Effect]:
     assert isinstance(effects, tuple)
-    return [effect for effect in effects if isinstance(effect, Noted | IntakeChange | RefreshDecision)]
+    return [effect for effect in effects if isinstance(effect, Noted | IntakeChange | RefreshDecision | HoldBegan)]
 
 
 @pytest.mark.slow
