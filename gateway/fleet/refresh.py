@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager, contextmanager
 
 from gateway.core.fleet.events import Event, Loaded, LoadFailed, NotAcquired
 from gateway.core.fleet.refresh import RefreshDecision
-from gateway.core.fleet.state import EngineState
 from gateway.core.spans import load_span
 from gateway.core.types import TurnId, Version
 from gateway.engines.base import EngineFailed, SnapshotRefused
@@ -147,7 +146,7 @@ class Refresher:
     async def _load(self, handle: EngineHandle, decision: RefreshDecision) -> tuple[Version, float]:
         assert handle.spec.relay is not None
         relay = self._relays.client(handle.spec.relay)
-        lease = await self._acquire(relay, handle.state, decision)
+        lease = await self._acquire(relay, handle, decision)
         renewing = asyncio.create_task(relay.keep_pinned(lease), name=f"renew-{handle.spec.name}")
         renewing.add_done_callback(log_failure)  # a pin that lapsed for it is found by `release`
         try:
@@ -186,19 +185,19 @@ class Refresher:
             )
             self._tracer.record(span)
 
-    async def _acquire(self, relay: RelayClient, state: EngineState, decision: RefreshDecision) -> Lease:
+    async def _acquire(self, relay: RelayClient, handle: EngineHandle, decision: RefreshDecision) -> Lease:
         """The version decided on. The newest may be newer by now; a version to go back to is exact."""
-        holder = f"gateway/{state.name}"
+        holder = f"gateway/{handle.state.name}"
         if decision.again:
             try:
                 return await relay.acquire(self._model, decision.to_version, holder=holder, ttl_s=LEASE_TTL_S)
             except LaminarError as e:
                 raise _NotAcquired(e) from e
-        wanted = await self._before(relay, state, decision.to_version) if decision.before else None
+        wanted = await self._before(relay, handle, decision.to_version) if decision.before else None
         return await relay.acquire(self._model, wanted, holder=holder, ttl_s=LEASE_TTL_S)
 
-    async def _before(self, relay: RelayClient, state: EngineState, version: Version) -> int:
-        found = state.before(version, [v.version for v in await relay.versions(self._model)])
+    async def _before(self, relay: RelayClient, handle: EngineHandle, version: Version) -> int:
+        found = handle.state.before(version, [v.version for v in await relay.versions(self._model)])
         if found is None:
             raise NotFound(
                 f"{relay.address} holds nothing before version {version}", hint="publish a version that loads"
