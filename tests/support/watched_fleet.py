@@ -29,7 +29,16 @@ def check_engine(fleet: FleetState, engine: EngineState) -> None:
         assert (kept.turns, kept.tokens <= engine.tokens) == (len(engine.turns), True), f"{name} is out of order"
 
 
+def check_free(fleet: FleetState) -> None:
+    """No engine that could take a turn has more room than its pools say."""
+    for name, (kept, pools) in fleet._order._of.items():
+        if name not in fleet._displaced and kept.turns < fleet.config.max_running:
+            free = fleet._free(fleet.engines[name], kept)
+            assert all(fleet._order.free[pool] >= free for pool in pools), f"{name} has more room than its pools"
+
+
 def check(fleet: FleetState) -> None:
+    check_free(fleet)
     for engine in fleet.engines.values():
         check_engine(fleet, engine)
     assert sum(map(len, fleet.beside.values())) == len(fleet.engines)
