@@ -47,9 +47,12 @@ class PrefixIndex:
         return len(self._blocks)
 
     def sent(self, blocks: Sequence[int], engine: EngineName, holding: Holding) -> None:
-        """A prompt of these blocks goes to `engine`."""
-        for block in reversed(blocks):
+        """A prompt of these blocks goes to `engine`. What it holds of them already is only used again."""
+        held = self.held(blocks, engine, holding) // BLOCK_TOKENS
+        for block in reversed(blocks[held:]):
             self._blocks.setdefault(block, {})[engine] = holding
+            self._blocks.move_to_end(block)
+        for block in reversed(blocks[:held]):
             self._blocks.move_to_end(block)
         while len(self._blocks) > BLOCKS_MAX:
             self._blocks.popitem(last=False)
