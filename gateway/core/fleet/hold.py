@@ -68,7 +68,7 @@ def note_holds(fleet: FleetState, now: float, engines: Iterable[EngineState] | N
         if engine.intake_open or engine.status != "serving":
             if engine.held_since is not None or engine.held_before_s:
                 engine.held_since, engine.held_before_s = None, 0.0
-        elif hold(fleet, engine, now) is None:
+        elif engine.turns or hold(fleet, engine, now) is None:
             if engine.held_since is not None:
                 engine.held_before_s, engine.held_since = held_s(engine, now), None
         elif engine.held_since is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.core.fleet.modes import mode_of
+from gateway.core.fleet.modes import Drain, mode_of
 from gateway.core.fleet.state import EngineState, FleetState
 from gateway.core.types import EngineName
 
@@ -25,20 +25,19 @@ class IntakeChange:
 
 def intake_changes(fleet: FleetState, now: float, engines: Sequence[EngineState] | None = None) -> list[IntakeChange]:
     """Applies and returns what has to open or close now, of `engines` or of all."""
-    engines = fleet.sorted_engines() if engines is None else engines
-    for engine in engines:
-        engine.note_use(now, below=_below(fleet, engine))
-    serving = [engine for engine in engines if engine.status == "serving"]
-    changes = [IntakeChange(e.name, not e.intake_open, why) for e in serving if (why := _why(fleet, e, now))]
-    for change in changes:
-        engine = fleet.engines[change.engine]
-        engine.open_intake(now) if change.open else engine.close_intake(now)
+    mode, changes = mode_of(fleet.config), list[IntakeChange]()
+    for engine in fleet.sorted_engines() if engines is None else engines:
+        serves, newer = engine.status == "serving", engine.newer
+        engine.note_use(now, below=serves and newer and _below(fleet, engine))
+        if serves and (why := _why(fleet, mode, engine, now, newer=newer)):
+            changes.append(IntakeChange(engine.name, not engine.intake_open, why))
+            engine.close_intake(now) if engine.intake_open else engine.open_intake(now)
     return changes
 
 
-def _why(fleet: FleetState, engine: EngineState, now: float) -> str:
+def _why(fleet: FleetState, mode: Drain, engine: EngineState, now: float, *, newer: bool) -> str:
     """Why a serving engine's intake opens or closes now; empty if it does not."""
-    c, mode, newer = fleet.config, mode_of(fleet.config), engine.newer
+    c = fleet.config
     if mode.mixes:
         return "" if engine.intake_open else "a newer version interrupts no turn"
     if engine.intake_open:
@@ -58,9 +57,8 @@ def _why(fleet: FleetState, engine: EngineState, now: float) -> str:
 
 
 def _below(fleet: FleetState, engine: EngineState) -> bool:
-    """It is closed, runs few turns, and a newer version waits for it."""
-    closed = engine.status == "serving" and not engine.intake_open and engine.newer
-    return closed and len(engine.turns) < fleet.config.min_util * fleet.config.max_running
+    """Its intake is closed, and it runs few turns."""
+    return not engine.intake_open and len(engine.turns) < fleet.config.min_util * fleet.config.max_running
 
 
 def straggling(fleet: FleetState, engine: EngineState, now: float) -> bool:

@@ -49,9 +49,12 @@ def refresh_decisions(
         decision = _reload(fleet, version, now)
         if decision is not None:
             decisions.append(_decided(fleet, decision, now))
-    barred = mode_of(fleet.config).together and _others_run(fleet)  # engines that begin to load change nothing of it
+    mode = mode_of(fleet.config)
+    barred = mode.together and _others_run(fleet)  # engines that begin to load change nothing of it
     engines = fleet.sorted_engines() if engines is None else engines
     for engine in engines:
+        if engine.turns and not mode.mixes and engine.below_since is None:
+            continue  # no straggler holds it
         decision = _refresh(fleet, engine, now, barred=barred)
         if decision is not None:
             decisions.append(_decided(fleet, decision, now))
