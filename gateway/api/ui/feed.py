@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gateway.core.feed import Frame, Mailbox, TableDelta, Tables, delta, whole
+from gateway.core.feed import Frame, Mailbox, TableDelta, Tables, compare, whole
 from gateway.runtime.clock import unix_s
 from gateway.runtime.supervisor import log_failure
 from protos.errors import OutOfCapacity, Unavailable
@@ -138,10 +138,13 @@ class Feed:
 
     async def _tick(self) -> None:
         tables = await self._source.read()
-        before, self._tables, self._snapshot, self._t_unix_s = self._tables, tables, None, unix_s()
+        before, changes = self._tables, dict[str, TableDelta]()
+        for _ in () if before is None else compare(before, tables, changes):
+            await asyncio.sleep(0)
+        self._tables, self._snapshot, self._t_unix_s = tables, None, unix_s()
         self._seen, events = self._source.events(self._seen)
         if before is not None:
-            message = self._message("delta", delta(before, tables), events)
+            message = self._message("delta", changes, events)
             for client in self._clients:
                 client.mailbox.put(message)
         self._wake()
