@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from gateway.core.sessions import SessionState
 
@@ -20,8 +20,10 @@ UNNAMED_MAX = 10_000
 """Idle sessions of calls that named none: clients that never come back make one with each call."""
 
 
-def crowding(states: Iterable[SessionState], most: int) -> list[SessionState]:
+def crowding(states: Collection[SessionState], most: int) -> list[SessionState]:
     """The idle sessions of unnamed calls beyond `most`, the longest idle first."""
+    if len(states) <= most:
+        return []
     idle = sorted(
         (state for state in states if state.spec.unnamed and state.phase == "live" and not state.running),
         key=lambda state: (state.touched_unix_s, state.session_id),

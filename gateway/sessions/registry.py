@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
@@ -83,9 +83,9 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[SessionState]:
         return iter(self._live.values())
 
-    def unnamed(self) -> Iterable[SessionState]:
+    def unnamed(self) -> Collection[SessionState]:
         """Sessions of calls that named none."""
-        return list(self._unnamed.values())
+        return self._unnamed.values()
 
     def find(self, session_id: SessionId) -> SessionState | None:
         return self._live.get(session_id)
