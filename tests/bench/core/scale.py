@@ -19,6 +19,7 @@ from gateway.core.fleet.state import FleetState
 from gateway.core.placing.scheduler import Wait, place
 from gateway.core.sessions import SessionSpec
 from gateway.core.types import GroupId, SessionId, Version
+from gateway.sessions.endings import Endings
 from gateway.sessions.known_groups import KnownGroups
 from gateway.sessions.registry import SessionRegistry
 from gateway.sessions.trainer import Trainer
@@ -28,7 +29,7 @@ from tests.bench.figures import Figure
 SIZES = (64, 256, 1024, 4096)
 SESSIONS = 64
 """Of an engine."""
-TRIES = 400
+TRIES, LOOKS = 400, 5
 FLAT, LINEAR = 0.2, 1.1
 """The bars of exponents: of what happens to one turn or session, and of what comes to every engine."""
 FLAT_COSTS: Mapping[str, tuple[str, float | None]] = {
@@ -38,6 +39,7 @@ FLAT_COSTS: Mapping[str, tuple[str, float | None]] = {
     "turn_end": ("the end of a turn and of its session, with the round of decisions after it", None),
     "admission": ("whether a session may begin, a trainer having sampled", 20.0),
     "admission_full": ("the same where none may", 20.0),
+    "expiry": ("whether a session is over, in a look at all", None),
 }
 """What is measured, and its bar at the largest size, in us."""
 
@@ -77,13 +79,21 @@ def costs(engines: int) -> Costs:
     _of_a_version(made, found)
     gc.unfreeze()
     del made
+    config = GatewayConfig(model="policy", tokenizer=Path("."))
+    machine = FleetMachine(FleetState(config.fleet, newest=NEWEST))
+    live = _sessions(config, machine, engines * SESSIONS)
     for key, batch in (("admission", 1 << 30), ("admission_full", 1)):
-        trainer = _trainer(engines * SESSIONS, batch)
+        trainer = _trainer(config, machine, live, batch)
         assert trainer.admission().full == (batch == 1)
         for _ in range(TRIES):
             began = time.process_time()
             trainer.admission()
             found[key].append(time.process_time() - began)
+    endings: Any = SimpleNamespace(_live=live, _config=config, _finishing={})
+    for _ in range(LOOKS):
+        began = time.process_time()
+        assert not any(Endings._why_over(endings, state) for state in list(live))
+        found["expiry"].append((time.process_time() - began) / len(live))
     return found
 
 
@@ -117,18 +127,22 @@ def _of_a_version(made: Scene, found: Costs) -> None:
     found["version_at_all_relays"].append(time.process_time() - began)
 
 
-def _trainer(sessions: int, batch: int) -> Trainer:
-    """The gateway's own, with so many live sessions and a reader that takes batches of groups."""
-    config = GatewayConfig(model="policy", tokenizer=Path("."))
-    machine = FleetMachine(FleetState(config.fleet, newest=NEWEST))
-    nothing: Any = SimpleNamespace(
-        num_unused=lambda bounds: 0, holds_lease=lambda reader: False, groups=lambda bounds: ({}, {})
-    )
+def _sessions(config: GatewayConfig, machine: FleetMachine, num: int) -> SessionRegistry:
+    """The gateway's own, with so many live sessions."""
+    nothing: Any = None
     live = SessionRegistry(config, machine, nothing, nothing, KnownGroups())
-    for number in range(sessions):
+    for number in range(num):
         state = live.restore(SessionSpec(SessionId(f"s{number}"), GroupId(f"g{number // 8}"), group_size=8))
         state.version = NEWEST
         machine.handle(SessionRestored(state), 1000.0)
+    return live
+
+
+def _trainer(config: GatewayConfig, machine: FleetMachine, live: SessionRegistry, batch: int) -> Trainer:
+    """The gateway's own, with a reader that takes batches of groups."""
+    nothing: Any = SimpleNamespace(
+        num_unused=lambda bounds: 0, holds_lease=lambda reader: False, groups=lambda bounds: ({}, {})
+    )
     trainer = Trainer(config, machine.state, live, nothing)
     trainer.requested(batch, NEWEST, 1, group_size=8)
     return trainer
