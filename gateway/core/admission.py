@@ -16,7 +16,7 @@ when the trainer takes them. Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -125,16 +125,12 @@ def stranded(buffered: Mapping[str, int], closed: Mapping[str, int], size: int, 
 
 
 def waiting_groups(
-    buffered: Mapping[str, int], closed: Mapping[str, int], size: int, live: Iterable[tuple[str, str]]
+    buffered: Mapping[str, int], closed: Mapping[str, int], size: int, live: Mapping[str, Collection[str]]
 ) -> list[WaitingGroup]:
     """Groups with members in the buffer (`buffered`), and fewer than their readers take. `closed`: groups that are
-    whole with fewer members. `live`: running sessions, with their groups."""
+    whole with fewer members. `live`: running sessions, by their group."""
     short = {name: count for name, count in buffered.items() if count < min(size, closed.get(name, size))}
-    members: dict[str, list[str]] = {name: [] for name in short}
-    for session_id, group_id in live:
-        if group_id in members:
-            members[group_id].append(session_id)
-    return [WaitingGroup(name, short[name], size, sorted(members[name])) for name in sorted(short)]
+    return [WaitingGroup(name, short[name], size, sorted(live.get(name, ()))) for name in sorted(short)]
 
 
 Keeper = Literal["turn", "runner", "child", "reward"]

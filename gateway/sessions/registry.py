@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -75,7 +75,7 @@ class SessionRegistry:
         self.bounds = KeyBounds(config.sessions_per_key, config.turns_per_key)
         self.presence = Presence(config.idle_after_s, self._live.get, machine.state.training)
         self._unnamed: dict[SessionId, SessionState] = {}  # of the live ones, those of calls that named none
-        self.training_groups = Counter[GroupId]()  # live sessions for training
+        self.training: dict[str, set[SessionId]] = {}  # live sessions for training, by their group
 
     def __len__(self) -> int:
         return len(self._live)
@@ -313,7 +313,7 @@ class SessionRegistry:
             if state.spec.unnamed:
                 self._unnamed[state.session_id] = state
             if state.spec.trains:
-                self.training_groups[state.spec.group_id] += 1
+                self.training.setdefault(state.spec.group_id, set()).add(state.session_id)
         self._live[state.session_id] = state
         return state
 
@@ -327,9 +327,10 @@ class SessionRegistry:
             self.bounds.session_ended(state.spec.owner)
             self._unnamed.pop(state.session_id, None)
             if state.spec.trains:
-                self.training_groups[group := state.spec.group_id] -= 1
-                if not self.training_groups[group]:
-                    del self.training_groups[group]
+                members = self.training[group := state.spec.group_id]
+                members.discard(state.session_id)
+                if not members:
+                    del self.training[group]
         parent = state.spec.parent_session_id
         if parent in self._children:
             self._children[parent].discard(state.session_id)

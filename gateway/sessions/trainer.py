@@ -257,14 +257,13 @@ class Trainer:
         if reader.group_size is None:
             return 0
         buffered, closed = self._buffer.groups(bounds)
-        return stranded(buffered, closed, reader.group_size, self._live.training_groups.keys())
+        return stranded(buffered, closed, reader.group_size, self._live.training.keys())
 
     def _waiting(self, reader: Reader, bounds: Sequence[Bound]) -> list[WaitingGroup]:
         if reader.group_size is None:
             return []
         buffered, closed = self._buffer.groups(bounds)
-        expected = ((s.session_id, s.spec.group_id) for s in self._live if s.spec.trains)
-        return waiting_groups(buffered, closed, reader.group_size, expected)
+        return waiting_groups(buffered, closed, reader.group_size, self._live.training)
 
     def kept_by(self, state: SessionState, now_unix_s: float, idle_after_s: float | None = None) -> Keeper | None:
         """What keeps the session; None: it is idle. `idle_after_s`: default `--idle-after-s`."""

@@ -295,5 +295,4 @@ class TurnService:
         return self.joinable.running
 
     def version_histogram(self) -> Mapping[int, int]:
-        versions = self.fleet.state.session_versions.values()
-        return staleness_histogram(versions, Version(self.fleet.state.newest))
+        return staleness_histogram(self.fleet.state.num_sessions(), self.fleet.state.newest)

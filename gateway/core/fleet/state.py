@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Literal, get_args
@@ -426,6 +427,10 @@ class FleetState:
         """Live sessions are on it."""
         return version in self._on
 
+    def num_sessions(self) -> Mapping[Version, int]:
+        """Live sessions, by the version that they are on."""
+        return {version: len(sessions) for version, sessions in self._on.items()}
+
     def live_sessions(self, version: Version) -> tuple[SessionId, ...]:
         return tuple(sorted(self._on.get(version, ())))
 
@@ -450,9 +455,9 @@ class FleetState:
         )
 
 
-def staleness_histogram(versions: Iterable[Version], newest: Version) -> Mapping[int, int]:
-    """How many of `versions` lie how far behind `newest`."""
-    counts: dict[int, int] = {}
-    for version in versions:
-        counts[max(0, newest - version)] = counts.get(max(0, newest - version), 0) + 1
+def staleness_histogram(versions: Iterable[Version] | Mapping[Version, int], newest: Version) -> Mapping[int, int]:
+    """How many of `versions`, or of so many of each, lie how far behind `newest`."""
+    counts = Counter[int]()
+    for version, num in Counter(versions).items():
+        counts[max(0, newest - version)] += num
     return dict(sorted(counts.items()))
