@@ -3,7 +3,8 @@
 Invariants:
 - every noted session is either awake, with one entry in `_due`, or in `_silent`;
 - an entry of `_due` is no later than the session's last turn, so a session is looked at once in `after_s`, and turns
-  that come meanwhile cost nothing;
+  that come meanwhile cost nothing. Of thousands that are due together, as after a restart, the next looks have the
+  rest: until then they count as running;
 - whether something keeps a silent session is computed anew when it, a child of it, or a runner's lease changes.
 """
 
@@ -16,6 +17,9 @@ from dataclasses import dataclass, field
 from gateway.core.admission import Sessions, is_silent
 from gateway.core.sessions import SessionState
 from gateway.core.types import SessionId
+
+LOOKED_AT_ONCE = 1000
+"""Sessions that one placement looks at: some three milliseconds."""
 
 
 @dataclass(slots=True)
@@ -67,7 +71,9 @@ class Presence:
 
     def _look(self, now: float) -> None:
         again: list[SessionState] = []
-        while self._due and self._due[0][0] <= now - self.after_s:
+        for _ in range(LOOKED_AT_ONCE):
+            if not self._due or self._due[0][0] > now - self.after_s:
+                break
             _, session_id = heapq.heappop(self._due)
             state = self.find(session_id)
             if state is None or session_id in self._silent:

@@ -112,3 +112,17 @@ def test_where_everybody_is_silent_at_once_nobody_waits_for_it() -> None:
     room.begins()
     room.turn_begins()
     assert room.presence.sessions(room.now).running == len(room.training)
+
+
+def test_of_many_that_are_silent_at_once_the_next_looks_have_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.core.presence.LOOKED_AT_ONCE", 2)
+    room = Room(random.Random(0))
+    for number in range(5):
+        state = session(f"s{number}", train=True)
+        state.touched_unix_s = room.now
+        room.live[state.session_id] = state
+        room.presence.note(state)
+        room.training.add(state.session_id)
+    room.now += AFTER_S
+    assert [room.presence.sessions(room.now).idle for _ in range(4)] == [2, 4, 5, 5]
+    assert room.presence.sessions(room.now) == room.counted()
