@@ -90,9 +90,10 @@ class TurnLengths:
         `frees`: its KV goes when it ends (a call without session); else its next turn will want it.
         """
         alive, grown = self.alive(generated, further, expected), np.minimum(further, left)
-        freed = np.rint(alive * np.add(tokens, grown)) - tokens
         kept = np.rint(alive * grown + (1 - alive) * grown / 2)
-        return np.where(frees, freed, kept).astype(np.int64)
+        if not np.any(frees):
+            return kept.astype(np.int64)
+        return np.where(frees, np.rint(alive * np.add(tokens, grown)) - tokens, kept).astype(np.int64)
 
     def _longer_than(self) -> tuple[Ints, Ints]:
         """By whole tokens, from 0 to the longest: how many of the remembered turns became longer, and how long they are
