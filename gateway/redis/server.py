@@ -19,7 +19,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 log = logging.getLogger(__name__)
+
+Words = tuple[str | bytes | int, ...]
+"""A command with its arguments."""
 
 LAYOUT = 1
 """Of everything below a namespace's prefix. Layouts: 1, the first."""
@@ -55,8 +58,8 @@ return {ARGV[1], ARGV[2], ARGV[3], ARGV[4]}
 _CLOSED = "the handler is closed"
 """How uvloop's RuntimeError ends for what is written to a connection that it has closed."""
 
-_PASSING = ("MISCONF", "OOM", "READONLY", "NOREPLICAS", "MASTERDOWN", "LOADING", "BUSY ", "TRYAGAIN", "CLUSTERDOWN")
-"""How replies begin that speak of Redis' state, not of the command: the same call may succeed later."""
+_PASSING = frozenset({"MISCONF", "NOREPLICAS", "BUSY", "UNKILLABLE"})
+"""Codes of replies that speak of Redis' state, not of the command, and that the package has no class for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,15 @@ class RedisServer:
 
         return await self._attempt(run, wait_s)
 
+    async def send(self, *commands: Words, wait_s: float = WAIT_S) -> list[Any]:
+        """The replies to idempotent commands, which are sent together over one connection. Each reply has a deadline of
+        its own: so many small ones may take long together. Repeated as `call` is."""
+
+        async def run() -> list[Any]:
+            return await self._send(commands)
+
+        return await self._attempt(run, wait_s) if commands else []
+
     async def _attempt(self, work: Callable[[], Awaitable[Any]], wait_s: float, *, check: bool = True) -> Any:
         from redis.exceptions import RedisError
 
@@ -204,6 +216,16 @@ class RedisServer:
                 return await self._command("EVALSHA", script.sha, 1, key, *rest)
             except NoScriptError:  # a new Redis, or one that was restarted: this loads it, too
                 return await self._command("EVAL", script.text, 1, key, *rest)
+
+    async def _send(self, commands: Sequence[Words]) -> list[Any]:
+        async with self._connections, self._client.pipeline(transaction=False) as pipeline:
+            for words in commands:
+                pipeline.execute_command(*words)  # type: ignore[no-untyped-call]
+            found: list[Any] = await _sent(pipeline.execute(raise_on_error=False))
+        for reply in found:
+            if isinstance(reply, Exception):
+                raise reply
+        return found
 
     async def _command(self, *words: str | bytes | int) -> Any:
         return await _sent(self._client.execute_command(*words))  # type: ignore[no-untyped-call]
@@ -338,10 +360,13 @@ def _client(address: RedisAddress) -> Redis:
 
 def _passes(error: Exception) -> bool:
     """Whether the same call may succeed later."""
-    from redis.exceptions import ConnectionError as Lost
-    from redis.exceptions import TimeoutError as TooLate
+    from redis import exceptions as known
 
-    return isinstance(error, Lost | TooLate | OSError) or str(error).startswith(_PASSING)
+    # MasterDownError is a ClusterDownError, BusyLoadingError a ConnectionError.
+    states = known.ReadOnlyError, known.OutOfMemoryError, known.ClusterDownError, known.TryAgainError
+    if isinstance(error, (OSError, known.ConnectionError, known.TimeoutError, *states)):
+        return True
+    return isinstance(error, known.ResponseError) and str(error).partition(" ")[0] in _PASSING
 
 
 def _text(value: object) -> str:

@@ -51,7 +51,6 @@ STATES = {
 MENDED = [("REPLICAOF", "NO", "ONE"), ("CONFIG", "SET", "maxmemory", "0")]
 
 
-@pytest.mark.xfail(strict=True, raises=RedisError, reason="the package takes the word away by which states are known")
 @pytest.mark.parametrize("state", STATES)
 async def test_a_redis_that_takes_no_writes_is_away(redis_servers: Servers, state: str) -> None:
     url = redis_servers().ready["url"]
@@ -67,13 +66,12 @@ async def test_a_redis_that_takes_no_writes_is_away(redis_servers: Servers, stat
             await server.close()
 
 
-@pytest.mark.xfail(strict=True, reason="the package takes the word away by which states are known")
 @pytest.mark.parametrize("reply", ["TRYAGAIN Multiple keys request during rehashing of slot", "CLUSTERDOWN Hash slot"])
 def test_a_cluster_that_moves_slots_may_answer_later(reply: str) -> None:
     assert redis_server._passes(BaseParser.parse_error(reply))
 
 
-@pytest.mark.xfail(strict=True, reason="the replica has the lease that the Redis never had")
+@pytest.mark.xfail(strict=True, reason="a reader that would wait is refused for the call before")
 async def test_a_sample_that_failed_hides_nothing(redis_servers: Servers, opened: Opener) -> None:
     url = redis_servers().ready["url"]
     buffer = await opened(url, "a")
