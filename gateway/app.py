@@ -50,6 +50,7 @@ from gateway.fleet.claims import TTL_S, ClaimStore
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.registrations import Registrations
 from gateway.fleet.text_proxy import TextProxy
+from gateway.log.redis import shared_order
 from gateway.operate.admin_place import AdminPlace, admin_place
 from gateway.operate.status import GatewayStatus
 from gateway.redis import RedisAddress, RedisServer, SharedGateways, of_group
@@ -71,7 +72,6 @@ from gateway.store.layout import claim, gateway_name
 from gateway.store.lineage import LineageStore
 from gateway.store.sessions import SessionStore
 from gateway.tasks import PromptPool
-from gateway.tasks.shared import SharedPromptPool
 from gateway.tokens import Codec
 from paramserver.client import EtcdClaims
 from paramserver.membership import EtcdRegistry
@@ -319,7 +319,7 @@ async def open_stores(
     buffer: ExperienceBuffer
     if isinstance(experience, RedisServer):
         buffer = SharedBuffer(database, experience, capacity=experience_max, bytes_max=experience_bytes_max)
-        tasks: PromptPool = SharedPromptPool(await stack.enter_async_context(Database(None)), experience)
+        tasks = PromptPool(await stack.enter_async_context(Database(None)), order=shared_order(experience, "tasks"))
     else:
         buffer = ExperienceBuffer(database, store=experience, capacity=experience_max, bytes_max=experience_bytes_max)
         tasks = PromptPool(database)

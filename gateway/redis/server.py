@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 Words = tuple[str | bytes | int, ...]
 """A command with its arguments."""
 
-LAYOUT = 1
-"""Of everything below a namespace's prefix. Layouts: 1, the first."""
+LAYOUT = 2
+"""Of everything below a namespace's prefix. Layouts:
+- 2: logs of commands (`gateway.log`);
+- 1: experience as keys of their own, and a log of the prompt pool."""
 CONNECTIONS_MAX = 16
 REPLY_TIMEOUT_S = 5.0
 """For one reply; a Redis that is silent for longer is treated as one that went away."""
@@ -220,7 +222,7 @@ class RedisServer:
     async def _send(self, commands: Sequence[Words]) -> list[Any]:
         async with self._connections, self._client.pipeline(transaction=False) as pipeline:
             for words in commands:
-                pipeline.execute_command(*words)  # type: ignore[no-untyped-call]
+                pipeline.execute_command(*words)
             found: list[Any] = await _sent(pipeline.execute(raise_on_error=False))
         for reply in found:
             if isinstance(reply, Exception):

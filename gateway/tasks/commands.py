@@ -2,18 +2,17 @@
 
 The same commands, carried out in the same order with the same times, make the same database wherever that happens: ids
 are in the command, and nothing reads a clock. So a gateway may carry out its own at once, and gateways that share a
-pool carry out each other's in one order (`gateway.tasks.shared`).
+pool carry out each other's in one order (`gateway.log`).
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
+from gateway.core.commands import Effect
 from gateway.core.tasks import Ending, NewTask
 from gateway.tasks import leases, rows
 from gateway.tasks.leases import LeaseRequest
@@ -61,16 +60,6 @@ class RemoveTasks(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = AddTasks | LeaseSamples | RenewLeases | FinishLease | FailLease | ReleaseLeases | SetPriorities | RemoveTasks
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """`answer`: of the operation. `counted`: what it adds to the counters, by their names. `notable`: those that wait
-    for a sample may get one now, or learn that none will come."""
-
-    answer: Any
-    counted: Mapping[str, int] = field(default_factory=dict)
-    notable: bool = False
 
 
 def carry_out(connection: sqlite3.Connection, command: Command, now: float) -> Effect:

@@ -1,8 +1,8 @@
 """The prompt pool: tasks that runners lease with a deadline, and what came of them.
 
 Invariants:
-- an operation has its effect on disk, in one transaction, when it returns; so the pool is the same after kill -9, and
-  there is no copy in memory that could differ;
+- an operation has its effect on disk, in one transaction, when it returns (in a log that gateways share: there); so the
+  pool is the same after kill -9;
 - a lease whose request went away before its answer is given back. A request that is sent again under its name
   (`request`) supersedes the one before: it gets what that one leased, which leases no more and gives nothing back;
 - a change is counted and wakes those that wait whether or not its caller stays;
@@ -10,6 +10,11 @@ Invariants:
 
 With a gateway that has `--data` all of it holds after a restart; without, the pool is in memory and lost at exit. What
 was added survives a power cut; of the last leases and ends a power cut may lose some, so that a sample is leased again.
+
+Gateways that share a log have the same pool: each has all of it in memory, and carries out the same commands with the
+same times, so all decide alike. Leases begin and end by the log's clock; times in answers are this gateway's. While the
+log's store is away requests get 503 after a wait, and leases go on running; a runner that renews its lease after it
+ended has it still, unless another one was faster.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gateway.core.commands import Effect
 from gateway.core.tasks import (
     LEASE_S,
     TASKS_MAX,
@@ -32,14 +38,15 @@ from gateway.core.tasks import (
     PoolCounts,
     TaskResult,
 )
+from gateway.log.base import Hooks, Ordering, Outcome
+from gateway.log.local import alone
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.store.database import Database
-from gateway.tasks import rows
+from gateway.tasks import leases, rows
 from gateway.tasks.commands import (
     AddTasks,
     Command,
-    Effect,
     FailLease,
     FinishLease,
     LeaseSamples,
@@ -47,9 +54,12 @@ from gateway.tasks.commands import (
     RemoveTasks,
     RenewLeases,
     SetPriorities,
-    carry_out,
 )
 from gateway.tasks.leases import LeaseRequest
+from gateway.tasks.machine import TaskTables
+
+SOON_S = 0.05
+"""An expiry that is due by this gateway's clock may not be by the log's: a request that waits looks no more often."""
 
 _RequestKey = tuple[str, str, str]
 """Pool, runner and name of a lease request: another runner's request of the same name is another request."""
@@ -73,31 +83,32 @@ class PromptPoolStatistics:
 class PromptPool:
     """All pools of one gateway, each with a name; a runner leases from one of them."""
 
-    def __init__(self, database: Database, *, tasks_max: int = TASKS_MAX) -> None:
-        self._database = database
+    def __init__(self, database: Database, *, order: Ordering | None = None, tasks_max: int = TASKS_MAX) -> None:
+        """`database`: has the tables. `order`: of changes; default: as they come."""
+        self._database, self._tables = database, TaskTables(database)
+        self._commands = (order or alone(database))(self._tables, Hooks(self._applied, self._restored))
         self._tasks_max = tasks_max
         self._statistics = PromptPoolStatistics()
-        self._ahead_s = 0.0  # of the clock by which leases end
         self._changed = asyncio.Event()  # replaced at each change: whoever took it before a look misses none
         self._shielded = ShieldedTasks()
         self._newest: dict[_RequestKey, object] = {}  # of a request's key: the one that was sent last, while it lives
 
     async def open(self) -> None:
-        """Makes the tables, and takes over what the previous process left, leases included."""
-        tasks, live = await self._database.run(lambda connection: rows.open_tables(connection, unix_s()))
-        self._statistics = PromptPoolStatistics(tasks=tasks, leases=live)
+        """Takes over what the previous process left, or what other gateways have made, leases included."""
+        await self._commands.open()
 
     async def close(self) -> None:
         """Waits for the changes in progress. The database stays open."""
         await self._shielded.drain()
+        await self._commands.close()
 
     async def add(self, pool: str, tasks: Sequence[NewTask]) -> int:
         """Adds the tasks whose id the pool does not have, and returns how many. OutOfCapacity when they do not fit."""
         return await self._shielded.run(self._add(pool, tasks), "add-tasks")
 
     async def _add(self, pool: str, tasks: Sequence[NewTask]) -> int:
-        added: int = await self._run(AddTasks(pool, tasks, self._tasks_max))
-        await self._database.synced()
+        added: int = await self._commands.run(AddTasks(pool, tasks, self._tasks_max))
+        await self._commands.synced()
         return added
 
     async def lease(
@@ -143,8 +154,12 @@ class PromptPool:
             raise
 
     async def _write_lease(self, wanted: LeaseRequest) -> Leased:
-        leased: Leased = await self._run(LeaseSamples(wanted))
-        return leased
+        """A request that waits looks again at each change, and most find nothing: these are not worth a command."""
+        await self._commands.look()
+        now, ahead_s = self._commands.now(), self._commands.now() - unix_s()
+        nothing = await self._database.run(lambda connection: leases.nothing_to_lease(connection, wanted, now))
+        found: Leased = nothing or await self._commands.run(LeaseSamples(wanted))
+        return _in_local_time(found, ahead_s) if ahead_s else found
 
     async def _give_back(self, leasing: asyncio.Task[Leased], key: _RequestKey, gone: object) -> None:
         await asyncio.wait([leasing])
@@ -152,7 +167,7 @@ class PromptPool:
             return  # it was sent again meanwhile, and that request has the leases
         del self._newest[key]
         if leasing.exception() is None and (found := leasing.result().leases):
-            await self._run(ReleaseLeases([lease.lease_id for lease in found]))
+            await self._commands.run(ReleaseLeases([lease.lease_id for lease in found]))
 
     async def renew(self, lease_ids: Sequence[str], lease_s: float = LEASE_S) -> tuple[list[str], list[str]]:
         """The leases that now last `lease_s` from now, and those that are lost."""
@@ -194,27 +209,28 @@ class PromptPool:
 
     async def leased(self) -> frozenset[tuple[str, int]]:
         """The samples that runners have now, of all pools, each by its group and index."""
-        now = unix_s() + self._ahead_s
+        now = self._commands.now()
         return frozenset(await self._database.run(lambda connection: connection.execute(rows.LIVE, (now,)).fetchall()))
 
     def statistics(self) -> PromptPoolStatistics:
         return self._statistics
 
     async def _change(self, command: Command) -> Any:
-        return await self._shielded.run(self._run(command), type(command).__name__)
+        return await self._shielded.run(self._commands.run(command), type(command).__name__)
 
-    async def _run(self, command: Command) -> Any:
-        """The command's answer, once it is carried out."""
-        effect = await self._database.run(lambda connection: carry_out(connection, command, unix_s()))
-        self._count(effect)
-        return effect.answer
-
-    def _count(self, effect: Effect) -> None:
+    def _applied(self, command: Command, outcome: Outcome, mine: bool) -> None:
+        if not isinstance(outcome, Effect):
+            return
         now = self._statistics
-        changes = {name: getattr(now, name) + change for name, change in effect.counted.items()}
+        changes = {name: getattr(now, name) + change for name, change in outcome.counted.items()}
         self._statistics = replace(now, **changes)
-        if effect.notable:
+        if outcome.notable:
             self._notify()
+
+    def _restored(self) -> None:
+        tasks, live = self._tables.totals
+        self._statistics = PromptPoolStatistics(tasks=tasks, leases=live)
+        self._notify()
 
     def _notify(self) -> None:
         self._changed.set()
@@ -228,3 +244,9 @@ async def _wait(changed: asyncio.Event, remaining_s: float, next_expiry_unix_s: 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(remaining_s):
             await changed.wait()
+
+
+def _in_local_time(leased: Leased, ahead_s: float) -> Leased:
+    found = [replace(lease, until_unix_s=lease.until_unix_s - ahead_s) for lease in leased.leases]
+    due = leased.next_expiry_unix_s
+    return Leased(found, leased.drained, None if due is None else max(due - ahead_s, unix_s() + SOON_S))

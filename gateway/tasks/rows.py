@@ -123,8 +123,9 @@ def dump(connection: sqlite3.Connection) -> list[bytes]:
     return parts
 
 
-def restore(connection: sqlite3.Connection, parts: Iterable[bytes]) -> None:
-    """Replaces all rows with those of a dump, or with none."""
+def restore(connection: sqlite3.Connection, parts: Iterable[bytes]) -> tuple[int, int]:
+    """Replaces all rows with those of a dump, or with none. The number of tasks and of leases."""
+    open_tables(connection, 0.0)
     for table in _TABLES:
         connection.execute(f"DELETE FROM {table}")  # noqa: S608 - of `_TABLES`
     decompress = zstandard.ZstdDecompressor().decompress
@@ -136,6 +137,7 @@ def restore(connection: sqlite3.Connection, parts: Iterable[bytes]) -> None:
             connection.execute(f"DELETE FROM {table}")  # noqa: S608 - what the rows before it made of it
         places = ",".join("?" * len(some[0]))
         connection.executemany(f"INSERT INTO {table} VALUES ({places})", some)  # noqa: S608 - checked above
+    return totals(connection)
 
 
 def add(connection: sqlite3.Connection, pool: str, tasks: Sequence[NewTask], tasks_max: int) -> int:

@@ -57,9 +57,9 @@ async def test_a_namespace_belongs_to_a_model_a_vocabulary_and_a_layout(shared_r
     for other, words in (({"model": "critic", "vocabulary": "v"}, "critic"), ({"model": "policy"}, "vocabulary")):
         with pytest.raises(Conflict, match=words):
             await connect(shared_redis, namespace=namespace, **other)
-    newer = Script("return redis.call('HSET', KEYS[1], 'layout', '2')")
+    newer = Script("return redis.call('HSET', KEYS[1], 'layout', '3')")
     await server.call(newer, "layout")
-    with pytest.raises(Conflict, match="has layout 2, and this gateway knows 1"):
+    with pytest.raises(Conflict, match="has layout 3, and this gateway knows 2"):
         await connect(shared_redis, namespace=namespace, model="policy", vocabulary="v")
     await server.close()
 

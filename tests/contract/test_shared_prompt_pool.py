@@ -12,11 +12,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from gateway.core.tasks import NewTask, TaskLease
+from gateway.log import replicated
+from gateway.log.redis import shared_order
 from gateway.redis import Script
 from gateway.store import Database
-from gateway.tasks import rows
-from gateway.tasks import shared as shared_module
-from gateway.tasks.shared import SharedPromptPool
+from gateway.tasks import PromptPool, rows
 from protos.errors import Conflict, NotFound, OutOfCapacity, Unavailable
 from tests.support.processes import Daemon
 from tests.support.redis_servers import connect
@@ -27,18 +27,19 @@ LENGTH = Script("return redis.call('XLEN', KEYS[1] .. ':log')")
 
 
 @asynccontextmanager
-async def opened(url: str, namespace: str, **options: int) -> AsyncIterator[SharedPromptPool]:
+async def opened(url: str, namespace: str, **options: int) -> AsyncIterator[PromptPool]:
     """A gateway's pool."""
     async with AsyncExitStack() as stack:
         server = await connect(stack, url, namespace)
-        pool = SharedPromptPool(await stack.enter_async_context(Database(None)), server, **options)
+        replica = await stack.enter_async_context(Database(None))
+        pool = PromptPool(replica, order=shared_order(server, "tasks"), **options)
         stack.push_async_callback(pool.close)
         await pool.open()
         yield pool
 
 
 @pytest.fixture
-async def pools(shared_redis: str, namespace: str) -> AsyncIterator[tuple[SharedPromptPool, SharedPromptPool]]:
+async def pools(shared_redis: str, namespace: str) -> AsyncIterator[tuple[PromptPool, PromptPool]]:
     async with opened(shared_redis, namespace) as one, opened(shared_redis, namespace) as other:
         yield one, other
 
@@ -47,24 +48,24 @@ def task(name: str, **fields: int) -> NewTask:
     return NewTask(name, json.dumps({"name": name}).encode(), **fields)
 
 
-async def take(pool: SharedPromptPool, runner: str = "r", count: int = 1, lease_s: float = 600.0) -> list[TaskLease]:
+async def take(pool: PromptPool, runner: str = "r", count: int = 1, lease_s: float = 600.0) -> list[TaskLease]:
     return list((await pool.lease(P, runner, count=count, lease_s=lease_s, wait_s=WAIT_S)).leases)
 
 
-async def dump(pool: SharedPromptPool) -> list[bytes]:
+async def dump(pool: PromptPool) -> list[bytes]:
     return await pool._database.run(rows.dump)
 
 
-async def alike(*pools: SharedPromptPool) -> None:
+async def alike(*pools: PromptPool) -> None:
     """All have applied what is in the log, and made the same of it."""
     for pool in pools:
-        await pool._send(None)
+        await pool._commands.look()
     first, *others = [await dump(pool) for pool in pools]
     assert all(other == first for other in others)
 
 
 async def test_what_one_adds_another_leases_and_a_third_finishes(
-    pools: tuple[SharedPromptPool, SharedPromptPool],
+    pools: tuple[PromptPool, PromptPool],
 ) -> None:
     one, other = pools
     assert await one.add(P, [task("a", group_size=2)]) == 1
@@ -81,7 +82,7 @@ async def test_what_one_adds_another_leases_and_a_third_finishes(
 
 
 async def test_errors_are_the_callers_alone_and_change_nothing(
-    pools: tuple[SharedPromptPool, SharedPromptPool], shared_redis: str, namespace: str
+    pools: tuple[PromptPool, PromptPool], shared_redis: str, namespace: str
 ) -> None:
     one, other = pools
     with pytest.raises(NotFound):
@@ -99,7 +100,7 @@ async def test_errors_are_the_callers_alone_and_change_nothing(
 
 
 async def test_who_waits_gets_what_another_gateway_adds_or_what_a_dead_runner_had(
-    pools: tuple[SharedPromptPool, SharedPromptPool],
+    pools: tuple[PromptPool, PromptPool],
 ) -> None:
     one, other = pools
     await one.add(P, [task("running")])
@@ -125,7 +126,7 @@ async def test_runners_at_three_gateways_do_each_sample_once(shared_redis: str, 
         await three[0].add(P, [task(f"t{i}", group_size=2, repeats=2) for i in range(40)])
         done: Counter[tuple[str, int, int]] = Counter()
 
-        async def runner(pool: SharedPromptPool, name: str) -> None:
+        async def runner(pool: PromptPool, name: str) -> None:
             while not (found := await pool.lease(P, name, count=3, wait_s=WAIT_S)).drained:
                 for lease in found.leases:
                     done[lease.task_id, lease.round, lease.sample_index] += 1
@@ -140,12 +141,12 @@ async def test_runners_at_three_gateways_do_each_sample_once(shared_redis: str, 
 async def test_a_gateway_that_starts_reads_a_snapshot_and_the_commands_behind_it(
     shared_redis: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_module, "SNAPSHOT_COMMANDS", 20)
+    monkeypatch.setattr(replicated, "SNAPSHOT_COMMANDS", 20)
     async with opened(shared_redis, namespace) as one:
         for number in range(70):
             await one.add(P, [task(f"t{number}")])
         [lease] = await take(one)
-        assert await one._server.call(LENGTH, "tasks") < 60, "what older snapshots have is not kept twice"
+        assert await one._commands._store.call(LENGTH, "tasks") < 60, "what older snapshots have is not kept twice"
         async with opened(shared_redis, namespace) as late:
             await alike(one, late)
             assert (late.statistics().tasks, late.statistics().leases) == (70, 1)
@@ -157,12 +158,12 @@ async def test_a_gateway_that_starts_reads_a_snapshot_and_the_commands_behind_it
 async def test_one_that_fell_far_behind_reads_all_anew(
     shared_redis: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_module, "SNAPSHOT_COMMANDS", 5)
+    monkeypatch.setattr(replicated, "SNAPSHOT_COMMANDS", 5)
     async with opened(shared_redis, namespace) as one, opened(shared_redis, namespace) as slow:
-        await slow._loops.close()  # it stands still
+        await slow._commands._loops.close()  # it stands still
         for number in range(20):
             await one.add(P, [task(f"t{number}")])
-        slow._loops.keep_running(slow._follow, "prompt-pool")
+        slow._commands._loops.keep_running(slow._commands._follow, "prompt-pool")
         await alike(one, slow)
         assert slow.statistics().tasks == 20
 
@@ -170,7 +171,7 @@ async def test_one_that_fell_far_behind_reads_all_anew(
 async def test_a_redis_that_is_killed_keeps_what_was_answered_and_serves_again(
     redis_servers: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_module, "WAIT_S", 0.2)
+    monkeypatch.setattr(replicated, "WAIT_S", 0.2)
     daemon = redis_servers()
     url = daemon.ready["url"]
     async with opened(url, "n") as one, opened(url, "n") as other:
@@ -191,7 +192,7 @@ async def test_a_redis_that_is_killed_keeps_what_was_answered_and_serves_again(
         assert (one.statistics().finished, one.statistics().leases) == (3, 5)
 
 
-async def until_served(pool: SharedPromptPool, lease: TaskLease) -> None:
+async def until_served(pool: PromptPool, lease: TaskLease) -> None:
     while True:
         with contextlib.suppress(Unavailable):
             await pool.finish(lease.lease_id, 1.0)
@@ -203,7 +204,7 @@ async def test_a_gateway_that_dies_loses_nothing_and_its_samples_come_back(share
         async with opened(shared_redis, namespace) as dying:
             await dying.add(P, [task("a"), task("b")])
             [held] = await take(dying, lease_s=0.5)
-            await dying._loops.close()  # no answer, no farewell: as kill -9 leaves it
+            await dying._commands._loops.close()  # no answer, no farewell: as kill -9 leaves it
         assert {(await take(one))[0].task_id for _ in range(2)} == {"a", "b"}
         assert held.task_id == "a"
 
@@ -212,7 +213,7 @@ async def test_a_redis_that_came_back_empty_begins_anew(redis_servers: Callable[
     url = redis_servers().ready["url"]
     async with opened(url, "n") as one:
         await one.add(P, [task("a")])
-        await one._server.call(Script("return redis.call('FLUSHALL')"), "tasks")
+        await one._commands._store.call(Script("return redis.call('FLUSHALL')"), "tasks")
         assert await one.add(P, [task("a")]) == 1
         assert [lease.task_id for lease in await take(one)] == ["a"]
         assert one.statistics().tasks == 1

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gateway.core.tasks import ENDLESS, RESTART_GRACE_S, NewTask, TaskLease, is_ready
+from gateway.log import local
 from gateway.store import Database
 from gateway.tasks import PromptPool
 from gateway.tasks import pool as pool_module
@@ -33,7 +34,8 @@ class Clock:
 @pytest.fixture
 def unix_s(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(pool_module, "unix_s", found)
+    for module in (pool_module, local):
+        monkeypatch.setattr(module, "unix_s", found)
     return found
 
 
