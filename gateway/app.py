@@ -45,12 +45,14 @@ from gateway.engines.base import AdapterContext
 from gateway.experience import ExperienceBuffer
 from gateway.experience.buffer import BYTES_MAX, CAPACITY
 from gateway.experience.readers import ReaderStore
-from gateway.experience.shared import SharedBuffer
+from gateway.experience.shared import shared_store
+from gateway.experience.stores import StoreMaker
 from gateway.fleet.claims import TTL_S, ClaimStore
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.registrations import Registrations
 from gateway.fleet.text_proxy import TextProxy
-from gateway.log.redis import shared_order
+from gateway.log.redis import RedisStore
+from gateway.log.replicated import shared
 from gateway.operate.admin_place import AdminPlace, admin_place
 from gateway.operate.status import GatewayStatus
 from gateway.redis import RedisAddress, RedisServer, SharedGateways, of_group
@@ -316,13 +318,13 @@ async def open_stores(
     """Makes the tables, and reads what an earlier life of this gateway left. `stack` closes the stores.
 
     `experience`: a connected Redis, or the name of a store of this gateway's own."""
-    buffer: ExperienceBuffer
     if isinstance(experience, RedisServer):
-        buffer = SharedBuffer(database, experience, capacity=experience_max, bytes_max=experience_bytes_max)
-        tasks = PromptPool(await stack.enter_async_context(Database(None)), order=shared_order(experience, "tasks"))
+        log_store = RedisStore(experience)
+        store: str | StoreMaker = shared_store(database, log_store)
+        tasks = PromptPool(await stack.enter_async_context(Database(None)), order=shared(log_store, "tasks"))
     else:
-        buffer = ExperienceBuffer(database, store=experience, capacity=experience_max, bytes_max=experience_bytes_max)
-        tasks = PromptPool(database)
+        store, tasks = experience, PromptPool(database)
+    buffer = ExperienceBuffer(database, store=store, capacity=experience_max, bytes_max=experience_bytes_max)
     stores = Stores(
         database,
         PartialResponsePool(database),

@@ -26,6 +26,7 @@ from msgspec import Meta
 
 from gateway.api.bodies import Count, answer_json, answer_pieces, json_pieces, msgpack_pieces, read
 from gateway.api.errors import BadField
+from gateway.core.experience import holder
 from gateway.core.selection import Bound, Strategy, check_wanted
 from gateway.core.types import NO_VERSION, Version
 from gateway.experience.buffer import (
@@ -36,7 +37,6 @@ from gateway.experience.buffer import (
     ExperienceBuffer,
     Sampled,
 )
-from gateway.experience.leases import holder
 from gateway.experience.record import SampledStatistics
 from gateway.fleet.fleet import Fleet
 from gateway.sessions.trainer import Trainer

@@ -16,7 +16,7 @@ when the trainer takes them. Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -56,6 +56,13 @@ class Reader:
 @dataclass(slots=True)
 class Readers:
     _of: dict[str, Reader] = field(default_factory=dict)  # in the order of their last requests
+
+    @classmethod
+    def of(cls, readers: Iterable[Reader]) -> Readers:
+        return cls({reader.name: reader for reader in readers})
+
+    def all(self) -> list[Reader]:
+        return list(self._of.values())
 
     def requested(
         self,

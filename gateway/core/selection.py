@@ -30,7 +30,8 @@ PRIORITY = "priority"
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A finished session. `seq`: its number in the order of finishes. `oldest_version`: the oldest weight version that
-    sampled one of its tokens. `uses`: how many readers have acknowledged it."""
+    sampled one of its tokens. `uses`: how many readers have acknowledged it. `body`: the name of its row where a log
+    is shared. `edits`: how often it was revised."""
 
     seq: int
     session_id: str
@@ -38,6 +39,8 @@ class Entry:
     oldest_version: int
     facts: Facts = field(default_factory=Facts)
     uses: int = 0
+    body: str = ""
+    edits: int = 0
 
     @property
     def newest_version(self) -> int:

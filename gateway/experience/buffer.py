@@ -3,41 +3,64 @@
 Invariants:
 - a trajectory is in its store when `add` returns; it leaves only by `ack`, as too stale, for room, or by `evict`: each
   is counted. What is too stale to leave is the gateway's to say, not a reader's: a reader's bound filters its answer;
-- state and store change together, in the same order: where the store refuses, the state is restored; where the caller
-  is cancelled, both changes are completed (a lease whose reader went away is then given back);
+- the state changes by commands alone, which a store carries out (`stores`): what is refused has changed nothing. A
+  change is completed also where its caller is cancelled (a lease whose reader went away is then given back);
+- a choice is made on the state, and may be late: a lease of what is not free any more is refused, and chosen again;
 - a reader that dies loses nothing: its lease expires and the trajectories are handed out again;
 - the trajectories of a live lease are handed to no other reader;
 - a reader may name a lease: it can give back what it does not get the answer of, also before the lease is there.
 
-With `stores.DatabaseStore` and a gateway that has `--data`, all of it holds after a restart, too. Revisions and
+With a gateway that has `--data`, all of it holds after a restart, too (`stores.DatabaseRows`). Revisions and
 acknowledgements survive a power cut when the call returns; additions once their finish is reported
-(`gateway.sessions.endings`). With `stores.MemoryStore` nothing outlives the process.
+(`gateway.sessions.endings`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import functools
 import heapq
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
+from gateway.core.admission import Readers
+from gateway.core.commands import Effect
+from gateway.core.experience import BufferState, held_by
+from gateway.core.experience_commands import (
+    Acknowledge,
+    AddSession,
+    CloseGroup,
+    Command,
+    DeclareReader,
+    DropGroup,
+    EvictEntries,
+    LeaseEntries,
+    LeaveOut,
+    Raced,
+    ReleaseLease,
+    ReviseSession,
+    SetBound,
+    free_session,
+    refuse_full,
+)
 from gateway.core.selection import ANY, Bound, Entry, Strategy, check_wanted, of_equal_rewards
-from gateway.experience.leases import BufferState, LeaseState, held_by
 from gateway.experience.record import SampledRecord, SampledStatistics
-from gateway.experience.stores import ExperienceStore, Raced, make_store
+from gateway.experience.stores import DeliveryStatistics, StoreMaker, own_store
+from gateway.log.base import Hooks, Outcome
 from gateway.runtime.aside import aside
 from gateway.runtime.clock import unix_s
 from gateway.runtime.shielded import ShieldedTasks
 from gateway.store.damage import leaving_out, reading
 from gateway.store.database import Database, Operation
 from protos import packed
-from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity
+from protos.errors import Conflict, LaminarError, NotFound, OutOfCapacity, Unavailable
 from protos.packed import Facts, Offer
 from protos.trajectories import Trajectory
 
@@ -48,6 +71,19 @@ BYTES_MAX = 32 << 30
 """Of packed trajectories: some 20 KB for 2,000 tokens."""
 LEASE_S = 600.0
 WAIT_S_MAX = 300.0
+REVISIONS_MAX = 100
+"""Attempts to replace a row that others replace at the same time."""
+Revision = Callable[[list[Trajectory]], list[Trajectory]]
+COUNTERS = (
+    "added",
+    "sampled",
+    "acked",
+    "lapsed_leases",
+    "evicted_stale",
+    "evicted_for_room",
+    "evicted_equal",
+    "evicted_by_readers",
+)
 AT_ONCE_TOKENS = 50_000
 """Of a session's trajectories, which are made and packed at once; more would hold the event loop for over 20 ms."""
 
@@ -68,32 +104,6 @@ class BufferStatistics:
     used_before: int = 0  # of `trajectories`, those that wait for another use
     num_bytes: int = 0  # packed, leased ones included
     bytes_max: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DeliveryStatistics:
-    """A store that gateways share, as this one sees it. `failure`: why it takes nothing now; empty while it does.
-    `waiting`: what is committed at this gateway and not there yet. `failed_calls`: calls that did not get through."""
-
-    address: str
-    namespace: str
-    failure: str
-    waiting: int
-    waiting_bytes: int
-    delivered: int
-    failed_calls: int
-
-
-@dataclass(slots=True)
-class _Counters:
-    added: int = 0
-    sampled: int = 0
-    acked: int = 0
-    lapsed_leases: int = 0
-    evicted_stale: int = 0
-    evicted_for_room: int = 0
-    evicted_equal: int = 0
-    evicted_by_readers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,50 +140,52 @@ class ExperienceBuffer:
         self,
         database: Database,
         *,
-        store: str | ExperienceStore = "database",
+        store: str | StoreMaker = "database",
         capacity: int = CAPACITY,
         bytes_max: int = BYTES_MAX,
     ) -> None:
-        self._store = make_store(store, database) if isinstance(store, str) else store
+        make = own_store(store, database) if isinstance(store, str) else store
         self._state = BufferState(capacity, bytes_max)
-        self._counters = _Counters()
+        self._store = make(self._state, Hooks(self._applied, self._restored))
+        self._capacity, self._bytes_max = capacity, bytes_max
+        self._counters = Counter[str]()
         self._record = SampledRecord()
         self._changed = asyncio.Event()
-        # Held across each change of the state and its write: without it, two changes could reach the store in another
-        # order than the state, or one could be decided on a state that the other has to restore.
-        self._order = asyncio.Lock()
-        self._next_seq = 1
         self._sampling: set[str] = set()  # names of leases that are asked for
         self._withdrawn: set[str] = set()  # of these, those that were given back before they were there
         self._shielded = ShieldedTasks()
 
+    async def open(self) -> None:
+        """Creates the tables and takes over what the previous process left, or what other gateways have, leases
+        included."""
+        await self._store.open()
+
     async def close(self) -> None:
         """Waits for the changes in progress. The database stays open."""
+        await self._store.close()
         await self._shielded.drain()
 
-    async def open(self) -> None:
-        """Creates the tables and takes over what the previous process left, leases included."""
-        kept = await self._store.open()
-        gone = [entry for entry, lease in kept.entries[: -self._state.capacity] if lease is None]
-        dropped = {entry.seq for entry in gone}
-        for entry, _ in kept.entries:
-            if entry.seq not in dropped:
-                gone += self._state.add(entry)
-        if gone:
-            log.warning("%d trajectories of an earlier life are more than this one keeps: they are evicted", len(gone))
-            self._counters.evicted_for_room += len(gone)
-            await self._store.delete(gone)
-        self._next_seq = kept.last_seq + 1
-        self._state.closed_groups.update(kept.closed_groups)
-        for lease_id, reader, until, uses_max in kept.leases:
-            held = [entry for entry, of in kept.entries if of == lease_id and entry.seq in self._state.free]
-            self._state.lease(lease_id, reader, held, until, uses_max)
+    def _applied(self, command: Command, outcome: Outcome, mine: bool) -> None:
+        if not isinstance(outcome, Effect):
+            return
+        if mine:
+            self._counters.update(outcome.counted)
+        if outcome.notable:
+            self._changed.set()
+
+    def _restored(self) -> None:
+        self._changed.set()
+
+    async def _run(self, command: Command, row: bytes | None = None, along: Operation[object] | None = None) -> Any:
+        """The command's answer; it is carried out whether or not its caller stays."""
+        return await self._shielded.run(self._store.run(command, row, along), type(command).__name__)
 
     async def add(self, *leaves: Trajectory, along: Operation[object] | None = None) -> None:
         """Adds one whole session: its leaves are added, handed out and used up together. `along` is
         committed to the database with them, and only then are they here.
 
-        Raises Conflict for a session that is in the buffer already, OutOfCapacity if every place is leased.
+        Raises Conflict for a session that is in the buffer already, OutOfCapacity if every place is leased, and
+        Undelivered where it is committed here and on its way to a store that gateways share.
         """
         trajectory = leaves[0]
         if trajectory.split == "eval":
@@ -181,43 +193,42 @@ class ExperienceBuffer:
         await self._shielded.run(self._add(leaves, along), f"add-{trajectory.session_id}")
 
     async def _add(self, leaves: Sequence[Trajectory], along: Operation[object] | None) -> None:
-        trajectory = leaves[0]
+        name, group = leaves[0].session_id, leaves[0].group_id
         row, facts = await packed_with_facts(leaves)
-        async with self._order:
-            self._refuse(trajectory.session_id)
-            name, group = trajectory.session_id, trajectory.group_id
-            entry = Entry(self._next_seq, name, group, facts.oldest_version, facts)
-            self._next_seq += 1
-            gone = self._state.add(entry)
-            try:
-                await self._store.add(entry, row, gone, along)
-            except LaminarError:
-                self._state.remove(entry)
-                self._state.put_back(gone)
-                raise
-            self._count_evicted(gone)
-            self._counters.added += 1
-        self._changed.set()
+        try:
+            self._refuse(name)
+        except (Conflict, OutOfCapacity):  # by a state that may be late
+            with contextlib.suppress(Unavailable):
+                await self._store.look()
+            self._refuse(name)
+        add = AddSession(name, group, facts.oldest_version, facts, self._capacity, self._bytes_max)
+        await self._store.run(add, row, along)
 
-    async def revise(self, session_id: str, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
+    def _refuse(self, session_id: str) -> None:
+        if session_id in self._state.sessions:
+            raise Conflict(f"the trajectory of session {session_id} is already in the experience buffer")
+        if self._store.is_waiting(session_id):
+            raise Conflict(f"the trajectory of session {session_id} is on its way to the experience buffer")
+        self._store.lapse()
+        refuse_full(self._state)
+
+    async def revise(self, session_id: str, change: Revision) -> None:
         """Replaces a session's trajectories. NotFound when it is not here, Conflict when a reader has it.
 
-        `change` may run in the database's thread and must be pure; if it raises, nothing changes.
+        `change` may run in another thread, or more than once, and must be pure; if it raises, nothing changes.
         """
         await self._shielded.run(self._revise(session_id, change), f"revise-{session_id}")
 
-    async def _revise(self, session_id: str, change: Callable[[list[Trajectory]], list[Trajectory]]) -> None:
-        async with self._order:
-            await self._catch_up()
-            if session_id not in self._state.sessions:
-                raise NotFound(f"session {session_id} is not in the experience buffer", hint="it was used, or dropped")
-            entry = next((e for e in self._state.free.values() if e.session_id == session_id), None)
-            if entry is None:
-                raise Conflict(f"a reader has session {session_id}", hint="give rewards before it is sampled")
-            facts = await self._store.revise(entry, change)
-            if entry.seq in self._state.free:
-                self._state.replace(dataclasses.replace(entry, facts=facts))
-        await self._store.synced()
+    async def _revise(self, session_id: str, change: Revision) -> None:
+        for _ in range(REVISIONS_MAX):
+            entry, before = await self._found(lambda: free_session(self._state, session_id))
+            long = entry.facts.num_tokens > AT_ONCE_TOKENS
+            after, facts = await aside(functools.partial(_revised, entry, before, change), long=long)
+            with contextlib.suppress(Raced):
+                await self._store.run(ReviseSession(session_id, entry.edits, facts), after)
+                await self._store.synced()
+                return
+        raise Unavailable(f"session {session_id} is changed by others all the time", hint="try again")
 
     def has(self, session_id: str) -> bool:
         """Whether the session is here, free or leased."""
@@ -225,6 +236,7 @@ class ExperienceBuffer:
 
     async def delivered(self, session_id: str) -> None:
         """When this returns, a session that was added is in the store."""
+        await self._store.delivered(session_id)
 
     async def look(self, session_id: str) -> Iterator[Trajectory]:
         """A session's trajectories, which stay as they are, each unpacked when it is taken. NotFound when it is not
@@ -239,44 +251,46 @@ class ExperienceBuffer:
         return await self._read(lambda entry: entry.seq == number, f"session number {number}")
 
     async def _read(self, wanted: Callable[[Entry], bool], name: str) -> bytes:
-        async with self._order:
-            await self._catch_up()
+        def find() -> Entry:
             entry = next(filter(wanted, chain(self._state.free.values(), self._leased())), None)
             if entry is None:
                 raise NotFound(
                     f"{name} is not in the experience buffer",
                     hint="a trainer has used it, or it was never stored: evaluations are not",
                 )
-            return await self._store.read(entry)
+            return entry
+
+        return (await self._found(find))[1]
+
+    async def _found(self, find: Callable[[], Entry]) -> tuple[Entry, bytes]:
+        """An entry and its row, which is read again where another gateway has revised or used it meanwhile."""
+        await self._store.look()
+        while True:
+            entry = find()
+            [row] = await self._store.read([entry])
+            if row or find() is entry:
+                return entry, row
 
     def _leased(self) -> Iterator[Entry]:
         return chain.from_iterable(lease.entries.values() for lease in self._state.leases.values())
 
     async def close_group(self, group_id: str, members: int) -> None:
         """The group is complete with `members`, fewer than its size: readers of groups get it as it is."""
-        await self._shielded.run(self._close_group(group_id, members), f"close-{group_id}")
-
-    async def _close_group(self, group_id: str, members: int) -> None:
-        async with self._order:
-            self._state.closed_groups[group_id] = members
-            gone = self._state.forget_closed_groups()
-            await self._store.close_group(group_id, members, gone)
-        self._changed.set()
+        await self._run(CloseGroup(group_id, members))
 
     async def drop_group(self, group_id: str) -> int:
         """Removes the members of a group that no reader has; returns how many sessions those were."""
-        return await self._shielded.run(self._drop_group(group_id), f"drop-{group_id}")
+        dropped: int = await self._run(DropGroup(group_id))
+        return dropped
 
-    async def _drop_group(self, group_id: str) -> int:
-        async with self._order:
-            return await self._drop_members(group_id)
+    def declare(self, reader: DeclareReader) -> None:
+        """What a reader requests: it bounds admission, at all gateways that share this experience."""
+        self._store.declare(reader)
 
-    async def _drop_members(self, group_id: str) -> int:
-        await self._catch_up()
-        gone = [entry for entry in self._state.free.values() if entry.group_id == group_id]
-        for entry in gone:
-            self._state.remove(entry)
-        return len(gone) - await self._delete(gone)
+    @property
+    def is_shared(self) -> bool:
+        """Other gateways change it, too."""
+        return self._store.is_shared
 
     async def sample(
         self,
@@ -311,32 +325,33 @@ class ExperienceBuffer:
         Conflict when a lease has that name.
         """
         wanted = check_wanted(trajectories, groups, group_size, strategy, session_ids)
-        self._store.check()
+        if wait_s <= 0:
+            self._store.check()
         deadline = time.monotonic() + min(wait_s, WAIT_S_MAX)
         whole_size = None if groups is None else group_size
         bound = Bound(trainer_version, staleness_max, by_token=strategy == "staleness_bounded")
         with self._naming(lease_id or f"lease-{secrets.token_hex(8)}") as name:
             while True:
-                async with self._order:
-                    await self._catch_up()
-                    if own is not None:
-                        await self._evict_stale(own)
-                    self._check_name(name)
-                    chosen = self._take(wanted, groups, group_size, session_ids, strategy, uses_max, bound)
-                    remaining_s = deadline - time.monotonic()
-                    found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
-                    if whole and found < wanted and remaining_s <= 0:
+                await self._store.look()
+                if own is not None and (self._state.stale_came or self._state.own != own):
+                    await self._run(SetBound(own.version, own.staleness_max, own.by_token))
+                self._check_name(name)
+                chosen = self._take(wanted, groups, group_size, session_ids, strategy, uses_max, bound)
+                remaining_s = deadline - time.monotonic()
+                found = len(chosen) if groups is None else len({entry.group_id for entry in chosen})
+                if whole and found < wanted and remaining_s <= 0:
+                    return self._nothing(bound, uses_max, session_ids)
+                if found >= wanted or remaining_s <= 0:
+                    if drop_equal_rewards and (equal := of_equal_rewards(chosen)):
+                        await self._run(EvictEntries([entry.seq for entry in equal], "equal"))
+                        continue
+                    if not chosen:
                         return self._nothing(bound, uses_max, session_ids)
-                    if found >= wanted or remaining_s <= 0:
-                        if drop_equal_rewards and await self._drop_equal(chosen):
-                            continue
-                        if not chosen:
-                            return self._nothing(bound, uses_max, session_ids)
-                        if (leased := await self._lease(name, reader, chosen, lease_s, uses_max)) is None:
-                            continue
-                        return leased
-                    # Cleared under the lock: a change after this look sets the event again, so none is missed.
-                    self._changed.clear()
+                    if (leased := await self._lease(name, reader, chosen, lease_s, uses_max)) is None:
+                        continue
+                    return leased
+                # Nothing is awaited since the look: a change after it sets the event again, so none is missed.
+                self._changed.clear()
                 await self._wait_for_change(
                     deadline,
                     lambda: (
@@ -375,17 +390,18 @@ class ExperienceBuffer:
     ) -> Sampled:
         """What a `sample` would get now, without a lease: all stays as it is. What is damaged is left out."""
         wanted = check_wanted(trajectories, groups, group_size, strategy, session_ids)
-        async with self._order:
-            await self._catch_up()
-            chosen = self._take(wanted, groups, group_size, session_ids, strategy, uses_max, bound)
-            found: list[tuple[Entry, bytes]] = []
-            for entry in chosen:
-                with leaving_out("trajectory_bodies", entry.seq), contextlib.suppress(NotFound):  # gone at the Redis
-                    row = await self._store.read(entry)
-                    packed.check(row)
-                    found.append((entry, row))
-            if not found:
-                return self._nothing(bound, uses_max, session_ids)
+        await self._store.look()
+        chosen = self._take(wanted, groups, group_size, session_ids, strategy, uses_max, bound)
+        found: list[tuple[Entry, bytes]] = []
+        for entry in chosen:
+            [row] = await self._store.read([entry])
+            if not row and entry.session_id not in self._state.sessions:
+                continue  # another gateway's reader has used it meanwhile
+            with leaving_out("trajectory_bodies", entry.seq):
+                packed.check(row)
+                found.append((entry, row))
+        if not found:
+            return self._nothing(bound, uses_max, session_ids)
         return Sampled("", [entry for entry, _ in found], [row for _, row in found])
 
     def _nothing(self, bound: Bound, uses_max: int, session_ids: Sequence[str] | None) -> Sampled:
@@ -413,50 +429,20 @@ class ExperienceBuffer:
         """The reader has used them: they are gone, or wait for another use. Returns how many.
 
         NotFound for an unknown or expired lease."""
-        return await self._shielded.run(self._ack(lease_id), f"ack-{lease_id}")
-
-    async def _ack(self, lease_id: str) -> int:
-        async with self._order:
-            await self._catch_up()
-            lease = self._state.ack(lease_id)
-            if lease is None and (before := await self._store.acknowledged(lease_id)) is not None:
-                return before
-            if lease is None:
-                raise NotFound(
-                    f"no lease {lease_id!r}",
-                    hint="it was acknowledged before, or it expired and its trajectories went back: sample again",
-                )
-            try:
-                await self._store.use_up(lease)
-            except LaminarError:
-                self._state.hold(lease)
-                raise
-            self._counters.acked += len(lease.entries)
-        if lease.again():
-            self._changed.set()
+        number: int = await self._run(Acknowledge(lease_id))
         await self._store.synced()
-        return len(lease.entries)
+        return number
 
     async def release(self, lease_id: str) -> int:
         """The reader has not used them: others may get them at once. Returns how many. NotFound as `ack`.
 
         A sample of this name that still waits gets Conflict instead of a lease: its caller has gone."""
-        return await self._shielded.run(self._release(lease_id), f"release-{lease_id}")
-
-    async def _release(self, lease_id: str) -> int:
-        async with self._order:
-            await self._catch_up()
-            lease = self._state.leases.get(lease_id)
-            if lease is None and lease_id in self._sampling:
-                self._withdrawn.add(lease_id)
-                self._changed.set()
-                return 0
-            if lease is None:
-                raise NotFound(f"no lease {lease_id!r}", hint="it was acknowledged or given back before, or it expired")
-            self._state.release(lease_id)
-            await self._store.release(lease_id)
-        self._changed.set()
-        return len(lease.entries)
+        if lease_id in self._sampling and lease_id not in self._state.leases:
+            self._withdrawn.add(lease_id)
+            self._changed.set()
+            return 0
+        number: int = await self._run(ReleaseLease(lease_id))
+        return number
 
     async def reclaim(self, reader: str, rank: int = 0, num_ranks: int = 1) -> int:
         """Ends the leases that an earlier life of this rank of `reader` left, unused. Returns how many trajectories are
@@ -464,33 +450,29 @@ class ExperienceBuffer:
         return await self._shielded.run(self._reclaim(reader, rank, num_ranks), f"reclaim-{reader}")
 
     async def _reclaim(self, reader: str, rank: int, num_ranks: int) -> int:
-        async with self._order:
-            await self._catch_up()
-            left = [lease for lease in self._state.leases.values() if held_by(lease.reader, reader, rank, num_ranks)]
-            for lease in left:
-                self._state.release(lease.lease_id)
-                await self._store.release(lease.lease_id)
-        self._changed.set()
-        return sum(len(lease.entries) for lease in left)
+        await self._store.look()
+        left = [lease for lease in self._state.leases.values() if held_by(lease.reader, reader, rank, num_ranks)]
+        number = 0
+        for lease in left:
+            with contextlib.suppress(NotFound):  # it ended meanwhile
+                number += await self._store.run(ReleaseLease(lease.lease_id))
+        return number
 
     async def evict(self, session_ids: Sequence[str]) -> Evicted:
         """Removes these sessions for good, but for those that a reader has."""
         return await self._shielded.run(self._evict(frozenset(session_ids)), "evict")
 
     async def _evict(self, session_ids: frozenset[str]) -> Evicted:
-        async with self._order:
-            await self._catch_up()
-            present = len(session_ids & self._state.sessions)
-            gone = [entry for entry in self._state.free.values() if entry.session_id in session_ids]
-            for entry in gone:
-                self._state.remove(entry)
-            num_gone = len(gone) - await self._delete(gone)  # less those that another gateway has leased meanwhile
-            self._counters.evicted_by_readers += num_gone
+        await self._store.look()
+        present = len(session_ids & self._state.sessions)
+        seqs = [entry.seq for entry in self._state.free.values() if entry.session_id in session_ids]
+        # Less those that another gateway has leased meanwhile.
+        num_gone: int = await self._store.run(EvictEntries(seqs, "by_readers")) if seqs else 0
         return Evicted(num_gone, present - num_gone, len(session_ids) - present)
 
     def statistics(self) -> BufferStatistics:
-        self._lapse()
-        state, counters = self._state, dataclasses.asdict(self._counters)
+        self._store.lapse()
+        state, counters = self._state, {name: self._counters[name] for name in COUNTERS}
         return BufferStatistics(
             len(state) - state.num_leased,
             state.num_leased,
@@ -503,12 +485,12 @@ class ExperienceBuffer:
 
     def delivery(self) -> DeliveryStatistics | None:
         """None for a store of this gateway's own."""
-        return None
+        return self._store.delivery()
 
     def offers(self, after: int, limit: int, *, leased: bool = False) -> list[Offer]:
         """What waits for a trainer, in the order of finishes: up to `limit` with numbers above `after`. `leased`: also
         what readers have."""
-        self._lapse()
+        self._store.lapse()
         also = self._leased() if leased else ()
         entries = (entry for entry in chain(self._state.free.values(), also) if entry.seq > after)
         found = heapq.nsmallest(limit, entries, key=lambda entry: entry.seq)
@@ -524,92 +506,78 @@ class ExperienceBuffer:
 
     def num_unused(self, bounds: Collection[Bound] = (ANY,)) -> int:
         """Trajectories that no reader has or had, and that are within one of `bounds`."""
-        self._lapse()
+        self._store.lapse()
         return self._state.num_unused(bounds)
 
     def holds_lease(self, reader: str) -> bool:
         """Whether some rank of the reader has a lease."""
         return any(lease.reader.rpartition("/")[0] == reader for lease in self._state.leases.values())
 
-    def _refuse(self, session_id: str) -> None:
-        if session_id in self._state.sessions:
-            raise Conflict(f"the trajectory of session {session_id} is already in the experience buffer")
-        self._lapse()
-        if self._state.full():
-            raise OutOfCapacity(
-                f"all {self._state.capacity} places of the experience buffer are leased to readers",
-                hint="acknowledge leases after use",
-            )
+    @property
+    def readers(self) -> Readers:
+        """Those that have declared what they take; their times are those of `now`."""
+        return self._store.known.readers
 
-    async def _evict_stale(self, own: Bound) -> None:
-        if stale := self._state.evict_stale(own):
-            self._count_evicted(stale)
-            self._counters.evicted_stale -= await self._delete(stale)
+    @property
+    def own(self) -> Bound:
+        """The bound beyond which trajectories are evicted; a log has that of all gateways."""
+        return self._state.own
 
-    async def _delete(self, gone: Sequence[Entry]) -> int:
-        """Deletes entries from the store that the state has dropped; returns how many are there still."""
-        left = await self._shielded.run(self._store.delete(gone), "delete-trajectories")
-        self._state.put_back(left)
-        return len(left)
-
-    async def _drop_equal(self, chosen: list[Entry]) -> bool:
-        """Returns whether any group was dropped."""
-        gone = of_equal_rewards(chosen)
-        for entry in gone:
-            if entry.seq in self._state.free:
-                self._state.remove(entry)
-        self._counters.evicted_equal += len(gone)
-        self._counters.evicted_equal -= await self._delete(gone)
-        return bool(gone)
+    def now(self) -> float:
+        """Unix time in seconds, by the clock of leases and readers."""
+        return self._store.now()
 
     async def _lease(
-        self, lease_id: str, reader: str, chosen: list[Entry], lease_s: float, uses_max: int
+        self, lease_id: str, reader: str, chosen: Sequence[Entry], lease_s: float, uses_max: int
     ) -> Sampled | None:
         """None: none could be read, or another gateway has leased some of them.
 
-        The lease is written by a task of its own, so that a cancelled caller cannot leave state and store apart. Its
-        reader will never learn the lease's id, so the trajectories would be stuck until it expires: once it is written,
-        it is given back.
+        It is leased by a task of its own. A reader that is cancelled will never learn the lease's id, so the
+        trajectories would be stuck until it expires: once it is there, it is given back.
         """
-        lease = self._state.lease(lease_id, reader, chosen, unix_s() + lease_s, uses_max)
-        leasing = self._shielded.start(self._write_lease(lease, chosen), lease_id)
+        named = [(entry.seq, entry.uses) for entry in chosen]
+        wanted = LeaseEntries(lease_id, reader, lease_s, uses_max, named)
+        leasing = self._shielded.start(self._lease_and_read(wanted), lease_id)
         try:
             return await asyncio.shield(leasing)
         except asyncio.CancelledError:
             self._shielded.start(self._give_back(lease_id, leasing), f"give-back-{lease_id}")
             raise
 
-    async def _write_lease(self, lease: LeaseState, chosen: Sequence[Entry]) -> Sampled | None:
+    async def _lease_and_read(self, wanted: LeaseEntries) -> Sampled | None:
         try:
-            bodies = await self._store.lease(lease)
+            entries: list[Entry] = await self._store.run(wanted)
         except Raced:
-            self._state.release(lease.lease_id)
             return None
+        try:
+            rows = await self._store.read(entries)
         except LaminarError:
-            self._state.release(lease.lease_id)
+            await self._end(wanted.lease_id)
             raise
         found: list[tuple[Entry, bytes]] = []
-        for entry, body in zip(chosen, bodies, strict=True):
+        for entry, row in zip(entries, rows, strict=True):
+            lease = self._state.leases.get(wanted.lease_id)
+            if lease is None:  # it expired while the bodies were on their way, which others may have used since
+                return None
             with leaving_out("trajectory_bodies", entry.seq):
-                packed.check(body)
-                found.append((entry, body))
+                packed.check(row)
+                found.append((entry, row))
                 continue
-            self._state.leave_out(lease, entry)
-            await self._store.leave_out(entry)
-        self._counters.sampled += len(lease.entries)
-        self._record.took(lease.entries.values(), unix_s())
-        if not lease.entries:
-            self._state.release(lease.lease_id)
-            await self._store.release(lease.lease_id)
+            await self._store.run(LeaveOut(wanted.lease_id, entry.seq))
+        self._counters["sampled"] += len(found)
+        self._record.took((entry for entry, _ in found), unix_s())
+        if not found:
+            await self._end(wanted.lease_id)
             return None
-        return Sampled(lease.lease_id, [entry for entry, _ in found], [row for _, row in found])
+        return Sampled(wanted.lease_id, [entry for entry, _ in found], [row for _, row in found])
 
     async def _give_back(self, lease_id: str, leasing: asyncio.Task[Sampled | None]) -> None:
         await asyncio.wait([leasing])
-        async with self._order:
-            if self._state.release(lease_id):
-                await self._store.release(lease_id)
-        self._changed.set()
+        await self._end(lease_id)
+
+    async def _end(self, lease_id: str) -> None:
+        with contextlib.suppress(NotFound, Unavailable):  # it has ended, or what is owed ends it
+            await self._store.run(ReleaseLease(lease_id))
 
     async def _wait_for_change(self, deadline: float, worth_a_look: Callable[[], bool]) -> None:
         """Returns when the caller has to look: a change may have brought enough, its deadline has come, or a lease
@@ -617,7 +585,7 @@ class ExperienceBuffer:
         may be enough."""
         while True:
             remaining_s, lapse = deadline - time.monotonic(), self._state.next_lapse()
-            until_lapse_s = remaining_s if lapse is None else max(0.0, lapse - unix_s())
+            until_lapse_s = remaining_s if lapse is None else max(0.0, lapse - self.now())
             try:
                 async with asyncio.timeout(min(remaining_s, until_lapse_s)):
                     await self._changed.wait()
@@ -626,23 +594,6 @@ class ExperienceBuffer:
             if worth_a_look():
                 return
             self._changed.clear()  # no await since the look: what changes from here on sets it again
-
-    async def _catch_up(self) -> None:
-        """The state is as the store is now: before anything is decided on it."""
-        self._lapse()
-
-    def _lapse(self) -> None:
-        lapsed = self._state.lapse(unix_s())
-        self._counters.lapsed_leases += len(lapsed)
-        if lapsed:
-            self._changed.set()
-
-    def _count_evicted(self, gone: list[Entry]) -> None:
-        for entry in gone:
-            if self._state.is_stale(entry):
-                self._counters.evicted_stale += 1
-            else:
-                self._counters.evicted_for_room += 1
 
 
 async def packed_with_facts(leaves: Sequence[Trajectory]) -> tuple[bytes, Facts]:
@@ -653,6 +604,14 @@ async def packed_with_facts(leaves: Sequence[Trajectory]) -> tuple[bytes, Facts]
         return row, packed.facts_of(leaves, len(row))
 
     return await aside(pack, long=sum(len(leaf.token_ids) for leaf in leaves) > AT_ONCE_TOKENS)
+
+
+def _revised(entry: Entry, row: bytes, change: Revision) -> tuple[bytes, Facts]:
+    with reading("trajectory_bodies", entry.seq):
+        before = packed.unpack(row)
+    leaves = change(before)
+    after = packed.pack(leaves)
+    return after, packed.facts_of(leaves, len(after))
 
 
 def _name_taken(name: str) -> Conflict:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
+from gateway.core.experience import Change, Closed, Gone, Leased, LeaseState, LeftOut, Put, Released, Replaced, Used
 from gateway.core.selection import Entry
-from gateway.experience.leases import LeaseState
 from gateway.runtime.clock import unix_s
-from gateway.store.damage import leaving_out, reading
+from gateway.store.damage import leaving_out
 from gateway.store.layout import TRAJECTORIES
-from protos import packed
 from protos.decoding import decode_msgpack
 from protos.packed import Facts, Offer
-from protos.trajectories import Trajectory
 
 _SCHEMA = f"""
 {TRAJECTORIES};
@@ -87,13 +85,34 @@ def _offer(seq: int, session_id: str, group_id: str, facts: bytes, uses: int, le
     return None
 
 
-def close_group(connection: sqlite3.Connection, group_id: str, members: int, gone: Sequence[str]) -> None:
-    connection.execute("INSERT OR REPLACE INTO closed_groups VALUES (?,?)", (group_id, members))
-    connection.executemany("DELETE FROM closed_groups WHERE group_id=?", [(name,) for name in gone])
+def write(connection: sqlite3.Connection, changes: Sequence[Change], body: bytes | None = None) -> None:
+    """`body`: of the entry that is put, or replaced."""
+    for change in changes:
+        match change:
+            case Put(entry):
+                _insert(connection, entry, body or b"")
+            case Gone(entries):
+                _delete(connection, [entry.seq for entry in entries])
+            case Replaced(entry):
+                facts = msgspec.msgpack.encode(entry.facts)
+                connection.execute("UPDATE trajectory_bodies SET body=? WHERE seq=?", (body, entry.seq))
+                connection.execute("UPDATE trajectories SET facts=? WHERE seq=?", (facts, entry.seq))
+            case Leased():
+                _lease(connection, change)
+            case Used(lease):
+                _use_up(connection, lease)
+            case Released(lease):
+                connection.execute("UPDATE trajectories SET lease_id=NULL WHERE lease_id=?", (lease.lease_id,))
+                connection.execute("DELETE FROM leases WHERE lease_id=?", (lease.lease_id,))
+            case LeftOut(_, entry):
+                connection.execute("UPDATE trajectories SET lease_id=NULL WHERE seq=?", (entry.seq,))
+            case Closed(group_id, members, forgotten):
+                connection.execute("INSERT OR REPLACE INTO closed_groups VALUES (?,?)", (group_id, members))
+                names = [(name,) for name in forgotten]
+                connection.executemany("DELETE FROM closed_groups WHERE group_id=?", names)
 
 
-def replace(connection: sqlite3.Connection, entry: Entry, body: bytes, gone: Sequence[Entry]) -> None:
-    delete(connection, gone)
+def _insert(connection: sqlite3.Connection, entry: Entry, body: bytes) -> None:
     facts = msgspec.msgpack.encode(entry.facts)
     connection.execute(
         "INSERT INTO trajectories(seq, session_id, group_id, oldest_version, facts) VALUES (?,?,?,?,?)",
@@ -102,65 +121,34 @@ def replace(connection: sqlite3.Connection, entry: Entry, body: bytes, gone: Seq
     connection.execute("INSERT INTO trajectory_bodies VALUES (?,?)", (entry.seq, body))
 
 
-def delete(connection: sqlite3.Connection, entries: Sequence[Entry]) -> None:
-    seqs = [(entry.seq,) for entry in entries]
-    connection.executemany("DELETE FROM trajectories WHERE seq=?", seqs)
-    connection.executemany("DELETE FROM trajectory_bodies WHERE seq=?", seqs)
+def _delete(connection: sqlite3.Connection, seqs: Sequence[int]) -> None:
+    rows = [(seq,) for seq in seqs]
+    connection.executemany("DELETE FROM trajectories WHERE seq=?", rows)
+    connection.executemany("DELETE FROM trajectory_bodies WHERE seq=?", rows)
 
 
-def read(connection: sqlite3.Connection, seq: int) -> bytes:
-    [body] = connection.execute("SELECT body FROM trajectory_bodies WHERE seq=?", (seq,)).fetchone()
-    return bytes(body)
-
-
-def revise(connection: sqlite3.Connection, seq: int, change: Callable[[list[Trajectory]], list[Trajectory]]) -> Facts:
-    [body] = connection.execute("SELECT body FROM trajectory_bodies WHERE seq=?", (seq,)).fetchone()
-    after, facts = revised(seq, body, change)
-    connection.execute("UPDATE trajectory_bodies SET body=? WHERE seq=?", (after, seq))
-    connection.execute("UPDATE trajectories SET facts=? WHERE seq=?", (msgspec.msgpack.encode(facts), seq))
-    return facts
-
-
-def revised(seq: int, body: bytes, change: Callable[[list[Trajectory]], list[Trajectory]]) -> tuple[bytes, Facts]:
-    with reading("trajectory_bodies", seq):
-        before = packed.unpack(body)
-    leaves = change(before)
-    after = packed.pack(leaves)
-    return after, packed.facts_of(leaves, len(after))
-
-
-def lease_rows(connection: sqlite3.Connection, lease: LeaseState) -> list[bytes]:
+def _lease(connection: sqlite3.Connection, lease: Leased) -> None:
     connection.execute("DELETE FROM leases WHERE until_unix_s <= ?", (unix_s(),))
     connection.execute(
         "INSERT INTO leases(lease_id, reader, until_unix_s, uses_max) VALUES (?,?,?,?)",
         (lease.lease_id, lease.reader, lease.until, lease.uses_max),
     )
-    named = [(lease.lease_id, seq) for seq in lease.entries]
+    named = [(lease.lease_id, entry.seq) for entry in lease.entries]
     connection.executemany("UPDATE trajectories SET lease_id=? WHERE seq=?", named)
-    return _bodies(connection, list(lease.entries))
 
 
-def _bodies(connection: sqlite3.Connection, seqs: list[int]) -> list[bytes]:
-    """In their order; an empty one for a row that lacks it: damaged, as one that does not decode is."""
-    read = "SELECT seq, body FROM trajectory_bodies WHERE seq IN (SELECT value FROM json_each(?))"
-    found = dict(connection.execute(read, (json.dumps(seqs),)))
-    return [body if isinstance(body := found.get(seq), bytes) else b"" for seq in seqs]
-
-
-def use_up(connection: sqlite3.Connection, lease: LeaseState) -> None:
+def _use_up(connection: sqlite3.Connection, lease: LeaseState) -> None:
     again = lease.again()
     kept = {entry.seq for entry in again}
-    delete(connection, [entry for entry in lease.entries.values() if entry.seq not in kept])
+    _delete(connection, [seq for seq in lease.entries if seq not in kept])
     connection.executemany(
         "UPDATE trajectories SET uses=?, lease_id=NULL WHERE seq=?", [(entry.uses, entry.seq) for entry in again]
     )
     connection.execute("DELETE FROM leases WHERE lease_id=?", (lease.lease_id,))
 
 
-def release(connection: sqlite3.Connection, lease_id: str) -> None:
-    connection.execute("UPDATE trajectories SET lease_id=NULL WHERE lease_id=?", (lease_id,))
-    connection.execute("DELETE FROM leases WHERE lease_id=?", (lease_id,))
-
-
-def unlease(connection: sqlite3.Connection, seq: int) -> None:
-    connection.execute("UPDATE trajectories SET lease_id=NULL WHERE seq=?", (seq,))
+def bodies(connection: sqlite3.Connection, seqs: Sequence[int]) -> list[bytes]:
+    """In their order; an empty one for a row that lacks it: damaged, as one that does not decode is."""
+    read = "SELECT seq, body FROM trajectory_bodies WHERE seq IN (SELECT value FROM json_each(?))"
+    found = dict(connection.execute(read, (json.dumps(seqs),)))
+    return [body if isinstance(body := found.get(seq), bytes) else b"" for seq in seqs]

@@ -1,39 +1,51 @@
-"""Where the experience buffer keeps its trajectories: the seam, and the two stores that a gateway has alone.
+"""How the experience changes, and who keeps what came of it: the seam, and the two stores that a gateway has alone.
 
-The buffer decides what is added, leased and dropped (`buffer`, `leases`); a store has the bodies, and whatever of the
-bookkeeping is to outlive the gateway. Of a session's finish, every store commits the part that is not its own (`along`)
-to the gateway's database, and has the trajectories only if that succeeded.
+A change is a command (`gateway.core.experience_commands`). A gateway that is alone writes what was decided, and then
+makes it: so its state and its store never differ, and what the store refuses has had no effect. Of a session's finish,
+every store commits the part that is not its own (`along`) to the gateway's database, and has the trajectories only if
+that succeeded. Gateways that share a log (`shared`) carry out the same commands in its order.
 
-What `run` and `owe` are to the database, the methods here are to their callers: `add`, `revise`, `lease` and `use_up`
-raise LaminarError without any effect; the others record what has happened already, and wait while a store cannot be
-written.
-
-A store that several gateways share (`redis_store`) may refuse what another gateway was faster with: `Raced`.
+With `DatabaseRows` and a gateway that has `--data`, everything holds after a restart. With `MemoryRows` nothing
+outlives the process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from gateway.core.commands import Effect
+from gateway.core.experience import Bounded, BufferState, Change, Gone, Leased, LeftOut, Put, Replaced, Used
+from gateway.core.experience_commands import (
+    CloseGroup,
+    Command,
+    DeclareReader,
+    DropGroup,
+    EndLapsed,
+    EvictEntries,
+    Known,
+    LeaveOut,
+    ReleaseLease,
+    SetBound,
+    decide,
+    effect_of,
+    remember,
+)
 from gateway.core.selection import Entry
 from gateway.experience import rows
-from gateway.experience.leases import LeaseState
+from gateway.log.base import Hooks
+from gateway.runtime.clock import unix_s
 from gateway.store.database import Database, Operation
-from protos.errors import Conflict, InvalidRequest, Unavailable
-from protos.packed import Facts
-from protos.trajectories import Trajectory
+from protos.errors import InvalidRequest, Unavailable
 
 log = logging.getLogger(__name__)
 
-Change = Callable[[list[Trajectory]], list[Trajectory]]
-
-
-class Raced(Conflict):
-    """Another gateway has changed what was chosen. Nothing was done: catch up, and choose again."""
+HAPPENED = CloseGroup | DropGroup | EvictEntries | LeaveOut | ReleaseLease | SetBound
+"""What has happened already: no full disk refuses it, and it is written once it can be."""
 
 
 class Undelivered(Unavailable):
@@ -41,22 +53,58 @@ class Undelivered(Unavailable):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What an earlier life of the gateway left. `entries`: oldest first, each with its lease's id. `leases`: id,
-    reader, end (Unix time, in seconds) and the uses that it allows. `closed_groups`: with their members. `last_seq`: of
-    all that is there, also of what is damaged; numbers above it are free."""
+class DeliveryStatistics:
+    """A store that gateways share, as this one sees it. `failure`: why it takes nothing now; empty while it does.
+    `waiting`: what is committed at this gateway and not there yet. `failed_calls`: calls that did not get through."""
 
-    entries: Sequence[tuple[Entry, str | None]] = ()
-    leases: Sequence[tuple[str, str, float, int]] = ()
-    closed_groups: Sequence[tuple[str, int]] = ()
-    last_seq: int = 0
+    address: str
+    namespace: str
+    failure: str
+    waiting: int
+    waiting_bytes: int
+    delivered: int
+    failed_calls: int
 
 
 class ExperienceStore(Protocol):
-    """The bodies of trajectories, by entry: the leaves of one session, as a row of `protos.packed`."""
+    """`state`, `known`: what commands have made. `is_shared`: others change it, too, and its time is the log's."""
 
-    async def open(self) -> Kept:
+    state: BufferState
+    known: Known
+    is_shared: bool
+
+    async def open(self) -> None:
         """Makes the tables in any case: the sessions' own refer to them (`gateway.store.sessions`)."""
+        ...
+
+    async def close(self) -> None: ...
+
+    def now(self) -> float:
+        """Unix time in seconds, by the clock that leases end by."""
+        ...
+
+    def lapse(self) -> None:
+        """Leases that are over are over at once, where this gateway alone decides that."""
+        ...
+
+    async def look(self) -> None:
+        """When this returns, what other gateways had changed before is here, and leases that are over have ended."""
+        ...
+
+    async def run(self, command: Command, body: bytes | None = None, along: Operation[object] | None = None) -> Any:
+        """The command's answer. `body`: of the entry that it puts or replaces (`protos.packed`). `along` takes effect
+        with it, or neither does; where a log is shared `Undelivered` may be raised although it has.
+
+        Raises what the command is refused with, and Unavailable: then it has no effect, or none that lasts. The caller
+        is not cancelled meanwhile."""
+        ...
+
+    def declare(self, reader: DeclareReader) -> None:
+        """Without waiting: at once, or as soon as the log takes it."""
+        ...
+
+    async def read(self, entries: Sequence[Entry]) -> list[bytes]:
+        """The entries' bodies, whoever has their leases; b"" for one that is not there."""
         ...
 
     def check(self) -> None:
@@ -64,58 +112,81 @@ class ExperienceStore(Protocol):
         ...
 
     async def synced(self) -> None:
-        """When this returns, what this store keeps on disk survives a power cut."""
+        """When this returns, what was answered survives a power cut."""
         ...
 
-    async def add(self, entry: Entry, body: bytes, gone: Sequence[Entry], along: Operation[object] | None) -> None:
-        """Adds `body` in place of those of `gone`. `along` takes effect, too, or nothing does. What is written outside
-        the gateway's database is synced when this returns."""
+    def is_waiting(self, session_id: str) -> bool:
+        """Whether a session's finish is committed here, and is on its way."""
         ...
 
-    async def revise(self, entry: Entry, change: Change) -> Facts:
-        """The entry's new facts. `change` is pure and may run in another thread, or more than once; if it raises,
-        nothing changes."""
+    async def delivered(self, session_id: str) -> None:
+        """When this returns, no finish of the session is on its way. May raise Undelivered."""
         ...
 
-    async def read(self, entry: Entry) -> bytes:
-        """The entry's body, whoever has its lease."""
+    def delivery(self) -> DeliveryStatistics | None:
+        """None for a store of this gateway's own."""
         ...
 
-    async def delete(self, gone: Sequence[Entry]) -> Sequence[Entry]:
-        """Returns those that another gateway has leased meanwhile: they stay."""
+
+class Rows(Protocol):
+    """What keeps the experience of a gateway that is alone."""
+
+    async def load(self, state: BufferState) -> None: ...
+
+    async def keep(self, changes: Sequence[Change], body: bytes | None, along: Operation[object] | None) -> None:
+        """Raises LaminarError without any effect."""
         ...
 
-    async def lease(self, lease: LeaseState) -> Sequence[bytes]:
-        """The bodies of the lease's entries, in their order, once the lease is kept; b"" for one that is damaged or
-        gone. May raise Raced."""
+    async def note(self, changes: Sequence[Change]) -> None:
+        """As `keep`, for what has happened already: waits while the store cannot be written."""
         ...
 
-    async def use_up(self, lease: LeaseState) -> None:
-        """Deletes the lease and its entries, but for those that `again` keeps for another use."""
-        ...
+    async def read(self, seqs: Sequence[int]) -> list[bytes]: ...
 
-    async def acknowledged(self, lease_id: str) -> int | None:
-        """How many the lease had, if the store knows that it was used up; None if not."""
-        ...
+    def check(self) -> None: ...
 
-    async def release(self, lease_id: str) -> None: ...
-
-    async def leave_out(self, entry: Entry) -> None:
-        """The entry's body does not decode: it stays where it is, and belongs to no lease."""
-        ...
-
-    async def close_group(self, group_id: str, members: int, forgotten: Sequence[str]) -> None: ...
+    async def synced(self) -> None: ...
 
 
-class DatabaseStore:
+class DatabaseRows:
     """Rows of the gateway's database. With `--data` they outlive the gateway, leases included."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def open(self) -> Kept:
+    async def load(self, state: BufferState) -> None:
         entries, leases, last_seq = await self._database.run(rows.load)
-        return Kept(entries, leases, await self._database.run(rows.load_closed_groups), last_seq)
+        state.closed_groups.update(await self._database.run(rows.load_closed_groups))
+        surplus = max(0, len(entries) - state.capacity)
+        gone = [entry for entry, lease in entries[:surplus] if lease is None]
+        dropped = {entry.seq for entry in gone}
+        for entry in (entry for entry, _ in entries if entry.seq not in dropped):
+            room = state.room_for(entry)
+            state.make(Gone(room))
+            gone += room
+            state.make(Put(entry))
+        state.last_seq = last_seq
+        for lease_id, reader, until, uses_max in leases:
+            held = [entry for entry, of in entries if of == lease_id and entry.seq in state.free]
+            state.make(Leased(lease_id, reader, until, uses_max, held))
+        if gone:
+            log.warning("%d trajectories of an earlier life are more than this one keeps: they are evicted", len(gone))
+            await self.note([Gone(gone)])
+
+    async def keep(self, changes: Sequence[Change], body: bytes | None, along: Operation[object] | None) -> None:
+        def write(connection: sqlite3.Connection) -> None:
+            rows.write(connection, changes, body)
+            if along is not None:
+                along(connection)
+
+        await self._database.run(write)
+
+    async def note(self, changes: Sequence[Change]) -> None:
+        if any(not isinstance(change, Bounded) for change in changes):
+            await self._database.owe(lambda connection: rows.write(connection, changes))
+
+    async def read(self, seqs: Sequence[int]) -> list[bytes]:
+        return await self._database.run(lambda connection: rows.bodies(connection, seqs))
 
     def check(self) -> None:
         self._database.check()
@@ -123,49 +194,12 @@ class DatabaseStore:
     async def synced(self) -> None:
         await self._database.synced()
 
-    async def add(self, entry: Entry, body: bytes, gone: Sequence[Entry], along: Operation[object] | None) -> None:
-        def write(connection: sqlite3.Connection) -> None:
-            rows.replace(connection, entry, body, gone)
-            if along is not None:
-                along(connection)
 
-        await self._database.run(write)
-
-    async def revise(self, entry: Entry, change: Change) -> Facts:
-        return await self._database.run(lambda connection: rows.revise(connection, entry.seq, change))
-
-    async def read(self, entry: Entry) -> bytes:
-        return await self._database.run(lambda connection: rows.read(connection, entry.seq))
-
-    async def delete(self, gone: Sequence[Entry]) -> Sequence[Entry]:
-        await self._database.owe(lambda connection: rows.delete(connection, gone))
-        return ()
-
-    async def lease(self, lease: LeaseState) -> Sequence[bytes]:
-        return await self._database.run(lambda connection: rows.lease_rows(connection, lease))
-
-    async def use_up(self, lease: LeaseState) -> None:
-        await self._database.run(lambda connection: rows.use_up(connection, lease))
-
-    async def acknowledged(self, lease_id: str) -> int | None:
-        return None
-
-    async def release(self, lease_id: str) -> None:
-        await self._database.owe(lambda connection: rows.release(connection, lease_id))
-
-    async def leave_out(self, entry: Entry) -> None:
-        await self._database.owe(lambda connection: rows.unlease(connection, entry.seq))
-
-    async def close_group(self, group_id: str, members: int, forgotten: Sequence[str]) -> None:
-        await self._database.owe(lambda connection: rows.close_group(connection, group_id, members, forgotten))
-
-
-class MemoryStore:
+class MemoryRows:
     """Bodies in this process alone, as many as the buffer's capacity; the next start begins without any.
 
     The database gets no row of them, and only `along` is written: so a disk that fails refuses finishes, but no reader.
-    Leases and closed groups are in the buffer's own bookkeeping, and need no record. What an earlier life with a
-    `DatabaseStore` left stays untouched.
+    What an earlier life with `DatabaseRows` left stays untouched.
     """
 
     def __init__(self, database: Database) -> None:
@@ -175,14 +209,36 @@ class MemoryStore:
     def __len__(self) -> int:
         return len(self._bodies)
 
-    async def open(self) -> Kept:
+    async def load(self, state: BufferState) -> None:
         if left := await self._database.run(rows.count):
             log.warning(
                 "%d sessions' trajectories of an earlier life stay in the database, and no reader gets them: start "
                 "with --experience-store database to hand them out",
                 left,
             )
-        return Kept()
+
+    async def keep(self, changes: Sequence[Change], body: bytes | None, along: Operation[object] | None) -> None:
+        if along is not None:
+            await self._database.run(along)
+        await self.note(changes)
+        for change in changes:
+            if isinstance(change, Put | Replaced):
+                self._bodies[change.entry.seq] = body or b""
+
+    async def note(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            gone: Sequence[int] = ()
+            if isinstance(change, Gone):
+                gone = [entry.seq for entry in change.entries]
+            elif isinstance(change, Used):
+                gone = list(change.lease.entries.keys() - {entry.seq for entry in change.lease.again()})
+            elif isinstance(change, LeftOut):
+                gone = [change.entry.seq]
+            for seq in gone:
+                self._bodies.pop(seq, None)
+
+    async def read(self, seqs: Sequence[int]) -> list[bytes]:
+        return [self._bodies.get(seq, b"") for seq in seqs]
 
     def check(self) -> None:
         pass
@@ -190,62 +246,91 @@ class MemoryStore:
     async def synced(self) -> None:
         pass
 
-    async def add(self, entry: Entry, body: bytes, gone: Sequence[Entry], along: Operation[object] | None) -> None:
-        if along is not None:
-            await self._database.run(along)
-        await self.delete(gone)
-        self._bodies[entry.seq] = body
 
-    async def revise(self, entry: Entry, change: Change) -> Facts:
-        self._bodies[entry.seq], facts = rows.revised(entry.seq, self._bodies[entry.seq], change)
-        return facts
+class OwnExperience:
+    """Of a gateway that is alone. Implements `ExperienceStore`."""
 
-    async def read(self, entry: Entry) -> bytes:
-        return self._bodies[entry.seq]
+    is_shared = False
 
-    async def delete(self, gone: Sequence[Entry]) -> Sequence[Entry]:
-        for entry in gone:
-            self._bodies.pop(entry.seq, None)
-        return ()
+    def __init__(self, kept: Rows, state: BufferState, hooks: Hooks) -> None:
+        self._rows, self.state, self._hooks = kept, state, hooks
+        self.known = Known()
+        # Held across each change and its write: the store has them in the order in which they were decided.
+        self._order = asyncio.Lock()
 
-    async def lease(self, lease: LeaseState) -> Sequence[bytes]:
-        return [self._bodies[seq] for seq in lease.entries]
+    async def open(self) -> None:
+        await self._rows.load(self.state)
 
-    async def use_up(self, lease: LeaseState) -> None:
-        kept = {entry.seq for entry in lease.again()}
-        await self.delete([entry for entry in lease.entries.values() if entry.seq not in kept])
+    async def close(self) -> None:
+        pass
 
-    async def acknowledged(self, lease_id: str) -> int | None:
+    def now(self) -> float:
+        return unix_s()
+
+    def lapse(self) -> None:
+        if lapsed := self.state.lapse(unix_s()):
+            self._hooks.applied(EndLapsed(), Effect(None, {"lapsed_leases": len(lapsed)}, notable=True), True)
+
+    async def look(self) -> None:
+        self.lapse()
+
+    async def run(self, command: Command, body: bytes | None = None, along: Operation[object] | None = None) -> Any:
+        async with self._order:
+            self.lapse()
+            decided = decide(self.state, self.known, command, unix_s())
+            if not isinstance(command, HAPPENED):
+                await self._rows.keep(decided.changes, body, along)
+            for change in decided.changes:
+                self.state.make(change)
+            if isinstance(command, HAPPENED) and decided.changes:
+                await self._rows.note(decided.changes)
+        self._hooks.applied(command, effect_of(decided), True)
+        return decided.answer
+
+    def declare(self, reader: DeclareReader) -> None:
+        remember(self.known, reader, decide(self.state, self.known, reader, self.now()), self.now())
+
+    async def read(self, entries: Sequence[Entry]) -> list[bytes]:
+        return await self._rows.read([entry.seq for entry in entries])
+
+    def check(self) -> None:
+        self._rows.check()
+
+    async def synced(self) -> None:
+        await self._rows.synced()
+
+    def is_waiting(self, session_id: str) -> bool:
+        return False
+
+    async def delivered(self, session_id: str) -> None:
+        pass
+
+    def delivery(self) -> None:
         return None
 
-    async def release(self, lease_id: str) -> None:
-        pass
 
-    async def leave_out(self, entry: Entry) -> None:
-        self._bodies.pop(entry.seq, None)
-
-    async def close_group(self, group_id: str, members: int, forgotten: Sequence[str]) -> None:
-        pass
+StoreMaker = Callable[[BufferState, Hooks], ExperienceStore]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreKind:
-    """A store that a gateway has alone. `make`: from the gateway's database, which is for what is committed along.
+    """A store that a gateway has alone. `rows`: over the gateway's database, which is for what is committed along.
     `help`: where trajectories wait in it, for `--help`."""
 
-    make: Callable[[Database], ExperienceStore]
+    rows: Callable[[Database], Rows]
     help: str
 
 
 STORES: Mapping[str, StoreKind] = {
-    "database": StoreKind(DatabaseStore, "with the sessions, in --data"),
-    "memory": StoreKind(MemoryStore, "never on disk, and lost at exit, also where --data keeps the sessions"),
+    "database": StoreKind(DatabaseRows, "with the sessions, in --data"),
+    "memory": StoreKind(MemoryRows, "never on disk, and lost at exit, also where --data keeps the sessions"),
 }
 """By the name that `--experience-store` takes; no other place names them."""
 
 
-def make_store(name: str, database: Database) -> ExperienceStore:
+def own_store(name: str, database: Database) -> StoreMaker:
     """Raises InvalidRequest for a name that no store has."""
     if name not in STORES:
         raise InvalidRequest(f"no experience store is named {name!r}", hint=f"there are: {', '.join(STORES)}")
-    return STORES[name].make(database)
+    kept = STORES[name].rows(database)
+    return lambda state, hooks: OwnExperience(kept, state, hooks)

@@ -49,26 +49,23 @@ class Body:
     num_parts: int
 
 
+def parts_in(num_bytes: int) -> int:
+    return max(1, -(-num_bytes // PART_BYTES))
+
+
 def parts_of(content: bytes) -> list[bytes]:
     return [content[at : at + PART_BYTES] for at in range(0, len(content), PART_BYTES)] or [b""]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A command that is to be appended. `needs`: a body that has to be there, or nothing is appended."""
-
-    command: bytes
-    needs: Body | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     """It is in the log once, however often it is sent: of one `life`, a batch whose number is not above the newest
-    one's is not appended."""
+    one's is not appended. `needs`: bodies that have to be there, or nothing is appended."""
 
     life: str
     number: int
-    items: Sequence[Item] = ()
+    commands: Sequence[bytes] = ()
+    needs: Sequence[Body] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +113,7 @@ class CommandLog(Protocol):
 
     async def exchange(self, place: Place, batch: Batch, *, wait_s: float) -> Exchanged:
         """Appends the batch, if any, and reads some of what stands behind `place`. Raises NotFound where a body that it
-        needs is not there; then nothing was appended."""
+        needs is not there, or not whole; then nothing was appended."""
         ...
 
     async def put(self, body: Body, content: bytes, *, wait_s: float) -> None: ...
@@ -136,6 +133,41 @@ class CommandLog(Protocol):
     async def keep(self, place: Place, body: Body) -> None:
         """The body is the snapshot, unless there is a newer one. Entries up to the snapshot before are forgotten."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """`failure`: why calls do not get through now; `failed`: attempts that did not; `connected`: how often the store
+    was checked, which is at the start and after each loss. `unchecked`: settings that it does not show."""
+
+    address: str
+    namespace: str
+    failure: str
+    failed: int
+    connected: int
+    unchecked: list[str]
+
+
+class SharedStore(Protocol):
+    """A store that gateways share, connected. `failure`: why it takes nothing now; empty while it does."""
+
+    @property
+    def failure(self) -> str: ...
+
+    @property
+    def address(self) -> object: ...
+
+    def check(self) -> None:
+        """Raises Unavailable while it takes nothing."""
+        ...
+
+    def log(self, room: str) -> CommandLog:
+        """`room`: whose commands."""
+        ...
+
+    def statistics(self) -> StoreStatistics: ...
+
+    async def close(self) -> None: ...
 
 
 Outcome = Effect | LaminarError

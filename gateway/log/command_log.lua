@@ -23,20 +23,21 @@ end
 
 local operations = {}
 
--- Triples: a command, and the body that it needs with its number of parts ('' and 0: none).
-function operations.exchange(id, mark, most, life, number, ...)
-    local proven, batch, sent = at(id) == mark, {...}, P .. ':sent:' .. life
+-- The last words: `needs` of them the names of bodies, each with its number of parts, and then the commands.
+function operations.exchange(id, mark, most, life, number, needs, ...)
+    local proven, words, sent = at(id) == mark, {...}, P .. ':sent:' .. life
+    needs = tonumber(needs)
     if id == '0-0' then proven = field('trimmed', id) == id end
-    if proven and #batch > 0 and tonumber(redis.call('GET', sent) or '0') < tonumber(number) then
-        for i = 1, #batch, 3 do
-            local there = batch[i + 1] == '' or redis.call('HLEN', P .. ':body:' .. batch[i + 1]) == tonumber(batch[i + 2])
-            if not there then return {batch[i + 1]} end
+    if proven and #words > 0 and tonumber(redis.call('GET', sent) or '0') < tonumber(number) then
+        for i = 1, needs, 2 do
+            if redis.call('HLEN', P .. ':body:' .. words[i]) ~= tonumber(words[i + 1]) then return {words[i]} end
         end
-        for i = 1, #batch, 3 do
-            local new = redis.call('XADD', LOG, '*', 'life', life, 'number', number, 'at', (i - 1) / 3, 'command', batch[i])
+        for i = needs + 1, #words do
+            local where = i - needs - 1
+            local new = redis.call('XADD', LOG, '*', 'life', life, 'number', number, 'at', where, 'command', words[i])
             redis.call('HSET', STATE, 'last', new)
         end
-        redis.call('HINCRBY', STATE, 'since', #batch / 3)
+        redis.call('HINCRBY', STATE, 'since', #words - needs)
         redis.call('SET', sent, number, 'EX', SENT_S)
     end
     local found, bytes = {}, 0

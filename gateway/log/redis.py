@@ -12,13 +12,12 @@ from gateway.log.base import (
     Body,
     Exchanged,
     Logged,
-    Ordering,
     Place,
     Position,
     Snapshot,
+    StoreStatistics,
     parts_of,
 )
-from gateway.log.replicated import Replicated
 from gateway.redis import RedisServer, Script
 from gateway.redis.server import WAIT_S, Words
 from protos.errors import NotFound
@@ -41,12 +40,10 @@ class RedisLog:
         self._prefix = server.prefix(room)
 
     async def exchange(self, place: Place, batch: Batch, *, wait_s: float) -> Exchanged:
-        items: list[str | bytes | int] = []
-        for item in batch.items:
-            needs = item.needs or Body("", 0)
-            items += (item.command, needs.name, needs.num_parts)
-        where, most = _text(place.position), REPLY_BYTES_MAX
-        found = await self._call("exchange", where, place.mark, most, batch.life, batch.number, *items, wait_s=wait_s)
+        needs = [word for body in batch.needs for word in (body.name, body.num_parts)]
+        words = (*needs, *batch.commands)
+        where = _text(place.position), place.mark, REPLY_BYTES_MAX
+        found = await self._call("exchange", *where, batch.life, batch.number, len(needs), *words, wait_s=wait_s)
         if len(found) == 1:
             raise NotFound(f"body {found[0].decode()!r} is not there, or not whole", hint="put it again")
         proven, last, since, (seconds, micros), entries = found
@@ -99,9 +96,34 @@ class RedisLog:
         return await self._server.call(SCRIPT, self._room, operation, *arguments, wait_s=wait_s)
 
 
-def shared_order(server: RedisServer, room: str) -> Ordering:
-    """That of the log which gateways over this Redis share. `room`: of the state."""
-    return lambda machine, hooks: Replicated(RedisLog(server, room), machine, hooks, server, room)
+class RedisStore:
+    """A connected Redis as a store of logs. Implements `gateway.log.base.SharedStore`."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.server = server
+
+    @property
+    def address(self) -> object:
+        return self.server.address
+
+    @property
+    def failure(self) -> str:
+        return self.server.failure
+
+    def check(self) -> None:
+        self.server.check()
+
+    def log(self, room: str) -> RedisLog:
+        return RedisLog(self.server, room)
+
+    def statistics(self) -> StoreStatistics:
+        found = self.server.statistics()
+        return StoreStatistics(
+            found.address, found.namespace, found.failure, found.failed, found.connected, found.unchecked
+        )
+
+    async def close(self) -> None:
+        await self.server.close()
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

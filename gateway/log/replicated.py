@@ -20,7 +20,7 @@ import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -33,10 +33,11 @@ from gateway.log.base import (
     CommandLog,
     Exchanged,
     Hooks,
-    Item,
     Logged,
     Machine,
+    Ordering,
     Outcome,
+    SharedStore,
     Timed,
     parts_of,
 )
@@ -68,29 +69,16 @@ UNNAMED_S = 86_400.0
 """How long a body that nothing names is kept: longer than its command may be on its way."""
 
 
-class Health(Protocol):
-    """The store of a log, as a whole. `failure`: why it takes nothing now; empty while it does."""
-
-    @property
-    def address(self) -> object: ...
-
-    @property
-    def failure(self) -> str: ...
-
-    def check(self) -> None:
-        """Raises Unavailable while it takes nothing."""
-        ...
-
-
 @dataclass(slots=True)
 class _Waiting:
     """`command` None: it waits until all that was in the log before is applied. `content`: becomes the command's body.
-    `owed`: sent until it lands."""
+    `owed`: sent until it lands; `kept`: on disk until then."""
 
     command: Any
     done: asyncio.Future[Any]
     content: bytes | None = None
     owed: bool = False
+    kept: bool = False
     is_sent: bool = False
 
     @property
@@ -101,7 +89,7 @@ class _Waiting:
 class Replicated:
     """`name`: of the state, for the log. Its owner closes the store behind it, after `close`."""
 
-    def __init__(self, command_log: CommandLog, machine: Machine, hooks: Hooks, store: Health, name: str) -> None:
+    def __init__(self, command_log: CommandLog, machine: Machine, hooks: Hooks, store: SharedStore, name: str) -> None:
         self._log, self._machine, self._hooks, self._store, self._name = command_log, machine, hooks, store, name
         self._life, self._number = secrets.token_hex(8), 0
         self._place = BEGIN
@@ -148,14 +136,15 @@ class Replicated:
         """Returns once this gateway has applied what was in the log."""
         await self._send(_Waiting(None, asyncio.get_running_loop().create_future()))
 
-    def owe(self, command: Any, content: bytes | None = None) -> asyncio.Future[Any]:
-        """The command lands in any case, in the order in which it is owed, also if nobody waits for it."""
-        waiting = _Waiting(command, asyncio.get_running_loop().create_future(), content, owed=True)
-        if content is None and self._num_owed >= OWED_MAX:
+    def owe(self, command: Any, content: bytes | None = None, *, kept: bool = False) -> asyncio.Future[Any]:
+        """The command lands in any case, in the order in which it is owed, also if nobody waits for it. `kept`: on disk
+        until it landed, by a caller who bounds what waits."""
+        waiting = _Waiting(command, asyncio.get_running_loop().create_future(), content, owed=True, kept=kept)
+        if not kept and self._num_owed >= OWED_MAX:
             waiting.done.set_exception(self._too_many(self._num_owed))
             waiting.done.exception()
             return waiting.done
-        self._num_owed += 1
+        self._num_owed += not kept
         self._queue(waiting)
         return waiting.done
 
@@ -220,7 +209,7 @@ class Replicated:
         patient = not self._closing and any(not waiting.owed for waiting in batch)
         wait_s = WAIT_S if patient else 0.0
         self._number += bool(sent)
-        request = Batch(self._life, self._number, await self._items(sent, wait_s))
+        request = await self._batch(sent, wait_s)
         found = await self._append(request, sent, wait_s)
         end = found.last
         while True:
@@ -243,7 +232,7 @@ class Replicated:
                 found = await self._log.exchange(self._place, batch, wait_s=wait_s)
             except NotFound as e:  # the store has lost a body since it was put
                 log.info("%s: %s", self._store.address, e)
-                batch = Batch(batch.life, batch.number, await self._items(sent, wait_s))
+                batch = await self._batch(sent, wait_s)
                 continue
             if found.proven:
                 return found
@@ -251,20 +240,19 @@ class Replicated:
             await self._restore()
         raise Unavailable(f"{self._name} is replaced all the time at {self._store.address}", hint="try again")
 
-    async def _items(self, sent: Sequence[_Waiting], wait_s: float) -> list[Item]:
-        return [await self._item(waiting, wait_s) for waiting in sent]
-
-    async def _item(self, waiting: _Waiting, wait_s: float) -> Item:
-        command, needs = waiting.command, None
-        if waiting.content is not None:
-            needs = await self._put("b", waiting.content, wait_s)
-            command = waiting.command = msgspec.structs.replace(command, body=needs.name)
-        encoded = msgspec.msgpack.encode(command)
-        if len(encoded) <= REPLY_BYTES_MAX // 2:
-            return Item(encoded, needs)
-        assert needs is None, "what has a body is small"
-        found = await self._put("c", encoded, wait_s)
-        return Item(msgspec.msgpack.encode((found.name, found.num_parts)), found)
+    async def _batch(self, sent: Sequence[_Waiting], wait_s: float) -> Batch:
+        """Puts what the commands need, too."""
+        commands: list[bytes] = []
+        needs: list[Body] = []
+        for waiting in sent:
+            if waiting.content is not None:
+                needs.append(await self._put("b", waiting.content, wait_s))
+                waiting.command = msgspec.structs.replace(waiting.command, body=needs[-1].name)
+            commands.append(msgspec.msgpack.encode(waiting.command))
+            if len(commands[-1]) > REPLY_BYTES_MAX // 2:
+                needs.append(await self._put("c", commands[-1], wait_s))
+                commands[-1] = msgspec.msgpack.encode((needs[-1].name, needs[-1].num_parts))
+        return Batch(self._life, self._number, commands, needs)
 
     async def _put(self, kind: str, content: bytes, wait_s: float) -> Body:
         body = Body(f"{kind}{int(self.now()):x}-{secrets.token_hex(8)}", len(parts_of(content)))
@@ -297,7 +285,7 @@ class Replicated:
         return found
 
     def _settle(self, waiting: _Waiting, outcome: Outcome) -> None:
-        self._num_owed -= waiting.owed and not waiting.done.done()
+        self._num_owed -= waiting.owed and not waiting.kept
         if waiting.done.done():
             return
         if isinstance(outcome, Effect):
@@ -362,3 +350,8 @@ def _refuse(waiting: _Waiting, error: LaminarError) -> None:
     if not waiting.done.done():
         waiting.done.set_exception(error)
         waiting.done.exception()  # nobody may wait for it any more
+
+
+def shared(store: SharedStore, room: str) -> Ordering:
+    """The order of the log which gateways share in this store. `room`: of the state."""
+    return lambda machine, hooks: Replicated(store.log(room), machine, hooks, store, room)

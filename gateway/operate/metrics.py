@@ -12,7 +12,7 @@ from opentelemetry.metrics import Meter
 
 from gateway.core.fleet.state import EngineState
 from gateway.experience import ExperienceBuffer
-from gateway.experience.buffer import DeliveryStatistics
+from gateway.experience.stores import DeliveryStatistics
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.text_proxy import TextProxy, TextProxyStatistics
 from gateway.runtime.counters import Counters

@@ -11,7 +11,8 @@ import msgspec
 from gateway.core.fleet.config import Mode
 from gateway.core.fleet.state import EngineStatus
 from gateway.core.types import Version, VersionPolicy
-from gateway.experience.buffer import BufferStatistics, DeliveryStatistics
+from gateway.experience.buffer import BufferStatistics
+from gateway.experience.stores import DeliveryStatistics
 from gateway.fleet.text_proxy import TextProxyStatistics
 from gateway.runtime.counters import Counters
 from gateway.sessions.trainer import AdmissionStatus, Staleness

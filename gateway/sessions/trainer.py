@@ -17,12 +17,12 @@ from gateway.core.admission import (
     READER_S,
     Keeper,
     Reader,
-    Readers,
     WaitingGroup,
     is_silent,
     stranded,
     waiting_groups,
 )
+from gateway.core.experience_commands import DeclareReader
 from gateway.core.fleet.state import FleetState
 from gateway.core.placing.retry_after import Pace, retry_for_a_batch
 from gateway.core.placing.scheduler import Admission
@@ -101,7 +101,8 @@ class Note:
 class Trainer:
     """Nothing bounds admission before a reader has sampled.
 
-    With a `store` the bound outlives the gateway: sessions of its next life wait, even before the trainer is back.
+    What readers declare is in the experience's own state: gateways that share a log admit alike. For a gateway that is
+    alone a `store` keeps the bound: sessions of its next life wait, even before the trainer is back.
     """
 
     def __init__(
@@ -116,12 +117,11 @@ class Trainer:
         self.rewards = RewardCurve()  # of sessions for training, as they finish
         self._said = 0  # the version that a reader reported last
         self._config, self._fleet, self._live, self._buffer = config, fleet, live, buffer
-        self._readers, self._store = Readers(), store
+        self._store = None if buffer.is_shared else store
         self._notes: dict[str, Note] = {}
         self._leased: frozenset[tuple[str, int]] = frozenset()  # group and index of samples that runners have
-        if store is not None and (kept := store.reader) is not None:
-            now = time.monotonic()
-            self._readers.requested(kept.name, kept.batch, kept.group_size, kept.staleness_max, now, waits=True)
+        if self._store is not None and (kept := self._store.reader) is not None:
+            buffer.declare(DeclareReader(kept.name, kept.batch, kept.group_size, kept.staleness_max, waits=True))
         self._took = Pace()
         live.presence.keeps = lambda state, now: self._silent_kept_by(state, now, config.idle_after_s) is not None
 
@@ -143,15 +143,19 @@ class Trainer:
 
     @property
     def version(self) -> int:
-        """The newest version that a relay announced, or the one that the reader says that bounds admission, if that is
-        more; while none does, the one that a reader said last."""
-        counting = self._counting(time.monotonic())
-        return max(counting[0].version if counting else self._said, self._fleet.newest)
+        """The newest version that a relay announced, also to another gateway over the same log, or the one that the
+        reader says that bounds admission, if that is more; while none does, the one that a reader said last."""
+        counting = self._counting()
+        return max(counting[0].version if counting else self._said, self._newest)
+
+    @property
+    def _newest(self) -> int:
+        return max(self._fleet.newest, self._buffer.own.version)
 
     @property
     def own_bound(self) -> Bound:
         """Beyond it a trajectory is evicted: the newest of its tokens is too far behind what relays announced."""
-        return Bound(self._fleet.newest, self._config.fleet.staleness_max, by_token=True)
+        return Bound(self._newest, self._config.fleet.staleness_max, by_token=True)
 
     def requested(
         self,
@@ -166,9 +170,8 @@ class Trainer:
     ) -> None:
         """A reader requests a batch of trajectories; `waits`: until it is complete."""
         bound = self._config.fleet.staleness_max if staleness_max is None else staleness_max
-        now = time.monotonic()
-        self._readers.requested(reader, batch, group_size, bound, now, waits=waits, version=version, by_token=by_token)
-        if self._store is not None and (counting := self._counting(now)):
+        self._buffer.declare(DeclareReader(reader, batch, group_size, bound, waits, version, by_token))
+        if self._store is not None and (counting := self._counting()):
             found = counting[0]
             self._store.keep(KeptReader(found.name, found.batch, found.group_size, found.staleness_max))
         self.published(version)
@@ -202,10 +205,10 @@ class Trainer:
         """Running and buffered trajectories against what the trainer will use. Running ones are counted only once a
         reader has sampled, and stranded ones only where they decide: with thousands of sessions, these counts are most
         of a placement's cost."""
-        return self._admission(self._counting(time.monotonic()))
+        return self._admission(self._counting())
 
-    def _counting(self, now: float) -> list[Reader]:
-        return self._readers.counting(now, self._buffer.holds_lease)
+    def _counting(self) -> list[Reader]:
+        return self._buffer.readers.counting(self._buffer.now(), self._buffer.holds_lease)
 
     def _admission(self, counting: Sequence[Reader]) -> Admission:
         bounds, next_s = self._bounds(counting), retry_for_a_batch(self._took, time.monotonic())
@@ -228,7 +231,7 @@ class Trainer:
         return found
 
     def status(self) -> AdmissionStatus:
-        counting = self._counting(now := time.monotonic())
+        counting, now = self._counting(), time.monotonic()
         found, bounds = self._admission(counting), self._bounds(counting)
         reader, sessions = (counting[0] if counting else None), self._live.presence.sessions(unix_s())
         held = 0 if reader is None else self._stranded(reader, bounds)
@@ -250,7 +253,7 @@ class Trainer:
 
     def _bounds(self, counting: Sequence[Reader]) -> Sequence[Bound]:
         """What the readers that count may take; anything, while there are none."""
-        return [reader.takes(self._fleet.newest) for reader in counting] or [ANY]
+        return [reader.takes(self._newest) for reader in counting] or [ANY]
 
     def _stranded(self, reader: Reader, bounds: Sequence[Bound]) -> int:
         """Trajectories in the buffer that the reader could not take."""

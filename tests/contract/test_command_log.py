@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from gateway.log.base import BEGIN, PART_BYTES, REPLY_BYTES_MAX, Batch, Body, CommandLog, Item, Logged, Place, parts_of
+from gateway.log.base import BEGIN, PART_BYTES, REPLY_BYTES_MAX, Batch, Body, CommandLog, Logged, Place, parts_of
 from gateway.log.redis import RedisLog
 from protos.errors import NotFound
 from tests.support.redis_servers import connect
@@ -32,7 +32,7 @@ def log(opened: Opener) -> CommandLog:
 
 
 def batch(number: int, *commands: bytes, life: str = "a", needs: Body | None = None) -> Batch:
-    return Batch(life, number, [Item(command, needs) for command in commands])
+    return Batch(life, number, commands, [] if needs is None else [needs])
 
 
 async def append(log: CommandLog, request: Batch, place: Place = BEGIN) -> list[Logged]:

@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.core.experience import BufferState
 from gateway.core.selection import STRATEGIES, Strategy
 from gateway.experience import ExperienceBuffer, shared
-from gateway.experience.leases import BufferState
-from gateway.experience.shared import SharedBuffer
+from gateway.experience.shared import shared_store
 from gateway.experience.stores import Undelivered
-from gateway.redis import Script
+from gateway.log import replicated
+from gateway.log.base import Batch, Body, Exchanged, Place, parts_in
+from gateway.log.redis import RedisStore
 from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Unavailable
 from protos.trajectories import Trajectory
@@ -27,7 +29,7 @@ from tests.support.redis_servers import connect
 from tests.unit.gateway_store.disk import until
 from tests.unit.gateway_store.test_experience import names, sample, trajectory
 
-Opener = Callable[..., Awaitable[SharedBuffer]]
+Opener = Callable[..., Awaitable[ExperienceBuffer]]
 
 
 @pytest.fixture
@@ -35,9 +37,10 @@ async def opened(tmp_path: Path, namespace: str) -> AsyncIterator[Opener]:
     """Opens a gateway's buffer: `await opened(url, "a", capacity=8)`; the same name again is the same gateway."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def opener(url: str, name: str, **bounds: int) -> SharedBuffer:
+        async def opener(url: str, name: str, **bounds: int) -> ExperienceBuffer:
             database = await stack.enter_async_context(Database(tmp_path / name))
-            buffer = SharedBuffer(database, await connect(stack, url, namespace), **bounds)
+            store = shared_store(database, RedisStore(await connect(stack, url, namespace)))
+            buffer = ExperienceBuffer(database, store=store, **bounds)
             await buffer.open()
             stack.push_async_callback(buffer.close)
             return buffer
@@ -211,22 +214,24 @@ async def test_every_replica_becomes_what_the_redis_has(
     for start in range(0, 120, 6):
         await asyncio.gather(*(step(number) for number in range(start, start + 6)))
     for buffer in gateways:
-        await buffer.close()  # nothing lands any more
+        await buffer._store._deliveries.close()  # what has no room is not sent again
     fresh = await opened(shared_redis, "fresh", capacity=12)
     for _ in range(2):  # the first round may find leases that ended
         for buffer in (*gateways, fresh):
-            async with buffer._order:
-                await buffer._catch_up()
+            await buffer._store.look()
     for buffer in gateways:
         assert contents(buffer._state) == contents(fresh._state)
 
 
-async def test_one_that_is_far_behind_reads_everything_anew(shared_redis: str, opened: Opener) -> None:
+async def test_one_that_is_far_behind_reads_everything_anew(
+    shared_redis: str, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicated, "SNAPSHOT_COMMANDS", 2)
     a, b = [await opened(shared_redis, name) for name in "ab"]
-    async with b._order:  # it follows nothing meanwhile
-        for n in range(5):
-            await a.add(trajectory(f"s{n}"))
-        await a._server.call(Script("return redis.call('XTRIM', KEYS[1] .. ':events', 'MAXLEN', 1)"), "experience")
+    await b._store._commands._loops.close()  # it follows nothing meanwhile
+    for n in range(5):
+        await a.add(trajectory(f"s{n}"))
+    b._store._commands._loops.keep_running(b._store._commands._follow, "experience")
     assert len(names(await sample(b, "t", trajectories=9, trainer_version=1))) == 5
 
 
@@ -285,7 +290,8 @@ async def test_what_waited_at_the_end_of_a_gateway_is_sent_by_its_next_life(
     daemon = redis_servers()
     url = daemon.ready["url"]
     async with contextlib.AsyncExitStack() as stack, Database(tmp_path / "a") as database:
-        first = SharedBuffer(database, await connect(stack, url, namespace))
+        store = shared_store(database, RedisStore(await connect(stack, url, namespace)))
+        first = ExperienceBuffer(database, store=store)
         await first.open()
         daemon.kill()
         for name in "xyz":
@@ -294,7 +300,8 @@ async def test_what_waited_at_the_end_of_a_gateway_is_sent_by_its_next_life(
         await first.close()
     redis_servers()
     async with contextlib.AsyncExitStack() as stack, Database(tmp_path / "a") as database:
-        again = SharedBuffer(database, await connect(stack, url, namespace))
+        store = shared_store(database, RedisStore(await connect(stack, url, namespace)))
+        again = ExperienceBuffer(database, store=store)
         await again.open()
         got = await sample(again, "t", trajectories=3, trainer_version=1, wait_s=60, whole=True)
         assert sorted(names(got)) == ["x", "y", "z"]
@@ -306,16 +313,17 @@ async def test_a_lease_whose_reply_was_lost_is_given_back(
 ) -> None:
     a = await opened(shared_redis, "a")
     await a.add(trajectory("x"))
-    real, lost = a._redis._call, [True]
+    log = a._store._commands._log
+    real, lost = log.exchange, [False]
 
-    async def losing(operation: str, *arguments: Any, **named: Any) -> Any:
-        reply = await real(operation, *arguments, **named)
-        if operation == "lease" and lost.pop():
-            lost.append(False)
+    async def losing(place: Place, batch: Batch, **named: Any) -> Exchanged:
+        found = await real(place, batch, **named)
+        if not lost[0] and any(b"LeaseEntries" in command for command in batch.commands):
+            lost[0] = True
             raise Unavailable("the reply was lost")
-        return reply
+        return found
 
-    monkeypatch.setattr(a._redis, "_call", losing)
+    monkeypatch.setattr(log, "exchange", losing)
     with pytest.raises(Unavailable, match="lost"):
         await sample(a, "t", trajectories=1, trainer_version=1)
     assert names(await sample(a, "t", trajectories=1, trainer_version=1, wait_s=60)) == ["x"]
@@ -350,14 +358,19 @@ async def test_two_gateways_never_lease_under_one_name(shared_redis: str, opened
     assert names(await sample(b, "t", trajectories=2, trainer_version=1)) == ["x", "y"]
 
 
+async def damage(buffer: ExperienceBuffer, session_id: str) -> None:
+    entry = next(entry for entry in buffer._state.free.values() if entry.session_id == session_id)
+    body = Body(entry.body, parts_in(entry.facts.num_bytes))
+    await buffer._store._commands._log.put(body, b"no trajectory", wait_s=60)
+
+
 async def test_a_body_that_does_not_decode_is_left_out_and_costs_itself_alone(
     shared_redis: str, opened: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = [await opened(shared_redis, name) for name in "ab"]
     for name in "xy":
         await a.add(trajectory(name))
-    broken = Script("return redis.call('HSET', KEYS[1] .. ':entry:1', 'body', 'no trajectory')")
-    await a._server.call(broken, "experience")
+    await damage(a, "x")
     lease, got = await sample(b, "t", trajectories=2, trainer_version=1)
     assert names((lease, got)) == ["y"]
     assert await a.ack(lease) == 1
@@ -369,8 +382,7 @@ async def test_a_sample_whose_only_body_does_not_decode_waits_for_others(
 ) -> None:
     a = await opened(shared_redis, "a")
     await a.add(trajectory("x"))
-    broken = Script("return redis.call('HSET', KEYS[1] .. ':entry:1', 'body', 'no trajectory')")
-    await a._server.call(broken, "experience")
+    await damage(a, "x")
     waiting = asyncio.create_task(sample(a, "t", trajectories=1, trainer_version=1, wait_s=60.0, lease_id="mine"))
     await until(lambda: "is damaged" in caplog.text, "it was found")
     await a.add(trajectory("y"))

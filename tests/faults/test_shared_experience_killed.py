@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.experience.shared import SharedBuffer
+from gateway.experience import ExperienceBuffer
+from gateway.experience.shared import shared_store
+from gateway.log.redis import RedisStore
 from gateway.store import Database
 from tests.support.redis_servers import connect
 from tests.unit.gateway_store.test_experience import sample
@@ -20,31 +22,33 @@ from tests.unit.gateway_store.test_experience import sample
 POINTS = {
     "before its commit": ("Outbox", "put", "before"),
     "between commit and sending": ("Outbox", "put", "after"),
-    "as its reply is lost": ("RedisStore", "land", "after"),
+    "as its reply is lost": ("RedisLog", "exchange", "after"),
     "between landing and the outbox": ("Outbox", "delete", "before"),
     "between the outbox and its confirmation": ("Outbox", "delete", "after"),
-    "after its confirmation": ("RedisStore", "sent", "after"),
+    "as the next one is put": ("RedisLog", "put", "after"),
 }
 NTH = 6
-"""The call at which it dies: some finishes are through, and one is on its way."""
+"""The call at which it dies: some finishes are through, and one is on its way. Looks at the log do not count."""
 
 CHILD = textwrap.dedent(
     """
     import asyncio, os, signal, sys
     from pathlib import Path
-    from gateway.experience import outbox, redis_store
-    from gateway.experience.shared import SharedBuffer
+    from gateway.experience import ExperienceBuffer, outbox
+    from gateway.experience.shared import shared_store
+    from gateway.log import redis
+    from gateway.log.redis import RedisStore
     from gateway.redis import RedisAddress, RedisServer
     from gateway.store import Database
     from tests.unit.gateway_store.test_experience import trajectory
 
     path, url, namespace, owner, method, when = sys.argv[1:7]
     first, nth = int(sys.argv[7]), int(sys.argv[8])
-    kind = {"Outbox": outbox.Outbox, "RedisStore": redis_store.RedisStore}[owner]
+    kind = {"Outbox": outbox.Outbox, "RedisLog": redis.RedisLog}[owner]
     real, calls = getattr(kind, method), [0]
 
     async def dies(*arguments, **named):
-        calls[0] += 1
+        calls[0] += method != "exchange" or bool(arguments[2].needs)
         last = calls[0] == nth
         if last and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -59,7 +63,7 @@ CHILD = textwrap.dedent(
         async with Database(Path(path)) as database:
             await database.run(lambda c: c.execute("CREATE TABLE IF NOT EXISTS ends(name TEXT PRIMARY KEY)") and None)
             server = await RedisServer.connect(RedisAddress.parse(url), namespace=namespace)
-            buffer = SharedBuffer(database, server)
+            buffer = ExperienceBuffer(database, store=shared_store(database, RedisStore(server)))
             await buffer.open()
             for number in range(first, first + 1000):
                 name = f"s{number}"
@@ -105,7 +109,8 @@ async def used_up(path: Path, url: str, namespace: str) -> list[str]:
     """What another gateway's trainer gets, and acknowledges."""
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(Database(path))
-        buffer = SharedBuffer(database, await connect(stack, url, namespace))
+        store = shared_store(database, RedisStore(await connect(stack, url, namespace)))
+        buffer = ExperienceBuffer(database, store=store)
         await buffer.open()
         lease, found = await sample(buffer, "t", trajectories=1000, trainer_version=1)
         if lease:
@@ -119,7 +124,8 @@ async def next_life(path: Path, url: str, namespace: str) -> tuple[list[str], li
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(Database(path))
         rows = await database.run(lambda c: c.execute("SELECT name FROM ends").fetchall())
-        buffer = SharedBuffer(database, await connect(stack, url, namespace))
+        store = shared_store(database, RedisStore(await connect(stack, url, namespace)))
+        buffer = ExperienceBuffer(database, store=store)
         await buffer.open()
         for (name,) in rows:
             await buffer.delivered(name)

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from gateway.cli import cli
 from gateway.config import EngineSpec, GatewayConfig, parse_engine
-from gateway.experience.stores import STORES, MemoryStore, StoreKind
+from gateway.experience.stores import STORES, MemoryRows, StoreKind
 from protos.errors import InvalidRequest, UnsupportedField
 from tests.support import processes
 from tests.support.scripted_engine import ScriptedEngine, until
@@ -296,7 +296,7 @@ def test_a_store_is_named_and_explained_by_its_row_alone(monkeypatch: pytest.Mon
     assert f"--experience-store {names}|redis://HOST:PORT/DB" in shown
     assert [name for name, kind in STORES.items() if f"`{name}`: {kind.help}." not in shown] == []
     assert "`memory`: never on disk, and lost at exit" in shown
-    monkeypatch.setitem(STORES, "shelf", StoreKind(MemoryStore, "on a shelf"))  # type: ignore[arg-type]
+    monkeypatch.setitem(STORES, "shelf", StoreKind(MemoryRows, "on a shelf"))  # type: ignore[arg-type]
     shown = " ".join(invoke(command, "--help").output.split())
     assert f"--experience-store {names}|shelf|redis://HOST:PORT/DB" in shown
     assert "`shelf`: on a shelf." in shown

@@ -83,6 +83,7 @@ async def test_a_reader_that_hangs_up_leaves_no_lease(tmp_path: Path, monkeypatc
         await hang_up(http, "/experience/sample", SAMPLE, entered)
         gate.set()
         buffer = found.stores.buffer
+        await until(lambda: buffer.statistics().sampled == 1, "a lease", timeout_s=60)
         await until(lambda: (buffer.statistics().leased, len(buffer._state)) == (0, 1), "no lease", timeout_s=60)
         assert len((await post(http, "/experience/sample", SAMPLE))["trajectories"]) == 1
 

@@ -18,12 +18,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.core.commands import Effect
+from gateway.core.experience import BufferState, Gone, Leased, Put, Used, holder
+from gateway.core.experience_commands import (
+    Acknowledge,
+    AddSession,
+    Command,
+    Known,
+    LeaseEntries,
+    SetBound,
+    carry_out,
+)
 from gateway.core.selection import Bound, Entry
 from gateway.experience import ExperienceBuffer
 from gateway.experience.buffer import Evicted
-from gateway.experience.leases import BufferState, holder
-from gateway.experience.shared import SharedBuffer
+from gateway.experience.shared import shared_store
 from gateway.experience.stores import STORES
+from gateway.log.redis import RedisStore
 from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
 from protos.packed import Facts
@@ -71,7 +82,7 @@ async def buffer(request: pytest.FixtureRequest, tmp_path: Path, namespace: str)
         database = await stack.enter_async_context(Database(tmp_path / "db"))
         if request.param == "redis":
             server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
-            buffer: ExperienceBuffer = SharedBuffer(database, server, capacity=4)
+            buffer = ExperienceBuffer(database, store=shared_store(database, RedisStore(server)), capacity=4)
         else:
             buffer = ExperienceBuffer(database, store=request.param, capacity=4)
         await buffer.open()
@@ -325,27 +336,33 @@ async def test_a_restart_keeps_trajectories_and_leases(tmp_path: Path) -> None:
     )
 )
 def test_bookkeeping_keeps_its_invariants(events: list[tuple[str, int]]) -> None:
-    state, seq, now, evicted, used = BufferState(capacity=5), 0, 0.0, 0, 0
+    state, known, now = BufferState(capacity=5), Known(), 0.0
+    seq, evicted, used = 0, 0, 0
+
+    def run(command: Command) -> Effect:
+        return carry_out(state, known, command, now)
+
     for kind, value in events:
         now += 1
         if kind == "add" and not state.full():
             seq += 1
-            evicted += len(state.add(Entry(seq, f"s{seq}", f"g{value}", value)))
+            counted = run(AddSession(f"s{seq}", f"g{value}", value, Facts(), 5, None)).counted
+            evicted += counted["evicted_stale"] + counted["evicted_for_room"]
         elif kind in ("lease", "groups"):
             chosen = state.take(value) if kind == "lease" else state.take_groups(value, 2)
             if kind == "lease":
                 assert [e.seq for e in chosen] == sorted(state.free)[:value]
             else:
                 assert len(chosen) % 2 == 0
-            state.lease(f"l{now}", "r", chosen, now + 3)
+            run(LeaseEntries(f"l{now}", "r", 3.0, 1, [(e.seq, e.uses) for e in chosen]))
         elif kind == "ack" and state.leases:
-            lease = state.ack(sorted(state.leases)[value % len(state.leases)])
-            used += len(lease.entries) if lease else 0
+            with contextlib.suppress(NotFound):  # it is over
+                used += run(Acknowledge(sorted(state.leases)[value % len(state.leases)])).answer
         elif kind == "lapse":
             state.lapse(now)
             assert (state.next_lapse() or now + 1) > now
         elif kind == "announce":
-            evicted += len(state.evict_stale(Bound(value, 2)))
+            evicted += run(SetBound(value, 2, by_token=False)).counted["evicted_stale"]
             assert not any(state.is_stale(e) for e in state.free.values())
         bounds = [Bound(value, 1), Bound(value, 2, by_token=True)]
         within = [e for e in state.free.values() if not e.uses and any(bound.allows(e) for bound in bounds)]
@@ -431,21 +448,27 @@ async def test_groups_of_equal_rewards_are_dropped_when_asked_and_the_next_is_gi
 
 
 def test_beyond_its_bytes_it_evicts_what_was_used_before_and_then_the_oldest() -> None:
-    def entry(seq: int, num_bytes: int, uses: int = 0) -> Entry:
-        return Entry(seq, f"s{seq}", "g", 1, Facts(num_bytes=num_bytes), uses)
-
     state = BufferState(capacity=9, bytes_max=100)
-    for found in (entry(1, 40), entry(2, 30, uses=1), entry(3, 30)):
-        assert state.add(found) == []
-    assert [gone.seq for gone in state.add(entry(4, 60))] == [2, 1]
+
+    def add(seq: int, num_bytes: int, uses: int = 0) -> list[int]:
+        entry = Entry(seq, f"s{seq}", "g", 1, Facts(num_bytes=num_bytes), uses)
+        gone = state.room_for(entry)
+        for change in (Gone(gone), Put(entry)):
+            state.make(change)
+        return [old.seq for old in gone]
+
+    for found in ((1, 40), (2, 30, 1), (3, 30)):
+        assert add(*found) == []
+    assert add(4, 60) == [2, 1]
     assert (state.num_bytes, sorted(state.free)) == (90, [3, 4])
-    lease = state.lease("l", "r", [state.free[3], state.free[4]], 1.0, uses_max=2)
-    assert [gone.seq for gone in state.add(entry(5, 50))] == [], "what is leased is not evicted"
+    state.make(Leased("l", "r", 1.0, 2, [state.free[3], state.free[4]]))
+    assert add(5, 50) == [], "what is leased is not evicted"
     assert state.num_bytes == 140
-    state.ack("l")
+    lease = state.leases["l"]
+    state.make(Used(lease))
     assert [(entry.seq, entry.uses) for entry in lease.again()] == [(3, 1), (4, 1)]
     assert (state.num_bytes, state.num_used, state.groups) == (140, 2, {"g": 1})
-    assert [gone.seq for gone in state.add(entry(6, 40))] == [3, 4]
+    assert add(6, 40) == [3, 4]
 
 
 @pytest.mark.slow

@@ -9,14 +9,15 @@ Invariants:
 - free entries are handed out in the order of the sample's strategy (`gateway.core.selection`);
 - a reader's bound decides what it gets, and removes nothing: only the buffer's `own` does;
 - there are never more than `capacity` entries; and no more than `bytes_max` bytes, once something free can be evicted;
-- an acknowledged entry is removed, unless its reader said that it may be used again.
+- an acknowledged entry is removed, unless its reader said that it may be used again;
+- it changes by `make` alone, with what commands decide (`experience_commands`), and by `lapse`, with time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 from gateway.core.selection import ANY, Bound, Entry, Strategy, ordered, whole_groups
 
@@ -54,6 +55,75 @@ class LeaseState:
         return [entry for entry in used if entry.uses < self.uses_max]
 
 
+@dataclass(frozen=True, slots=True)
+class Put:
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Free ones."""
+
+    entries: Sequence[Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """The free entry is this one now, with another body."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    lease_id: str
+    reader: str
+    until: float
+    uses_max: int
+    entries: Sequence[Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """The lease ends: its entries were used, and are gone, or free for their next use."""
+
+    lease: LeaseState
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The lease ends unused: its entries are free again."""
+
+    lease: LeaseState
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """No reader can get the entry: its body is damaged, and stays where it is."""
+
+    lease: LeaseState
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """`forgotten`: the oldest closed groups beyond one for each place, all of whose members are long gone."""
+
+    group_id: str
+    members: int
+    forgotten: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """What is beyond `own` is of no use to any reader from now on."""
+
+    own: Bound
+
+
+Change = Put | Gone | Replaced | Leased | Used | Released | LeftOut | Closed | Bounded
+
+
 @dataclass(slots=True)
 class BufferState:
     """`now` is in seconds of any one clock. `own`: what is beyond it is of no use to any reader."""
@@ -69,6 +139,8 @@ class BufferState:
     sessions: set[str] = field(default_factory=set)
     closed_groups: dict[str, int] = field(default_factory=dict)  # complete with so many members, fewer than its size
     groups: dict[str, int] = field(default_factory=dict)  # free entries of each group that nobody has used
+    last_seq: int = 0  # of all that were ever here
+    bodies: set[str] = field(default_factory=set)  # that entries name
     # The same entries by the versions of their oldest and newest token: staleness is counted without a look at each.
     spans: Counter[tuple[int, int]] = field(default_factory=Counter)
 
@@ -79,46 +151,34 @@ class BufferState:
     def num_leased(self) -> int:
         return sum(len(lease.entries) for lease in self.leases.values())
 
-    def add(self, entry: Entry) -> list[Entry]:
-        """Adds the entry; returns those evicted for it: all that are too stale, else the oldest free one.
+    def room_for(self, entry: Entry) -> list[Entry]:
+        """What has to go for the entry: nothing, or all that is too stale, and then the oldest free ones. Those that
+        were used most go first.
 
         Only while not `full`: with every place leased nothing can be evicted.
         """
-        gone = self.make_room(entry)
-        self.put_back([entry])
+        if not self._over(entry, ()):
+            return []
+        gone = self.stale()
+        if self._over(entry, gone):
+            stale = {old.seq for old in gone}
+            rest = (old for old in self.free.values() if old.seq not in stale)
+            for oldest in sorted(rest, key=lambda old: (-old.uses, old.seq)):
+                gone.append(oldest)
+                if not self._over(entry, gone):
+                    break
         return gone
 
-    def make_room(self, entry: Entry) -> list[Entry]:
-        """As `add`, without adding the entry."""
-        gone: list[Entry] = []
-        if self._over(entry):
-            gone = self.stale()
-            for old in gone:
-                self.remove(old)
-        while self._over(entry) and self.free:
-            oldest = max(self.free.values(), key=lambda old: (old.uses, -old.seq))
-            self.remove(oldest)
-            gone.append(oldest)
-        return gone
-
-    def _over(self, entry: Entry) -> bool:
-        """Whether there is no room for one more."""
-        over_bytes = self.bytes_max is not None and self.num_bytes + entry.facts.num_bytes > self.bytes_max
-        return len(self) >= self.capacity or over_bytes
+    def _over(self, entry: Entry, gone: Sequence[Entry]) -> bool:
+        """Whether there is no room for one more in the place of those."""
+        num_bytes = self.num_bytes + entry.facts.num_bytes - sum(old.facts.num_bytes for old in gone)
+        over_bytes = self.bytes_max is not None and num_bytes > self.bytes_max
+        return len(self) - len(gone) >= self.capacity or over_bytes
 
     def full(self) -> bool:
         """Whether every place, or byte, is leased, so that nothing can be added."""
         over_bytes = self.bytes_max is not None and self.num_bytes >= self.bytes_max
         return (len(self) >= self.capacity or over_bytes) and not self.free
-
-    def evict_stale(self, own: Bound) -> list[Entry]:
-        """The buffer's own bound is this from now on. Removes the free entries beyond it, and returns them."""
-        self.own = own
-        self.stale_came = False
-        stale = self.stale()
-        for entry in stale:
-            self.remove(entry)
-        return stale
 
     def stale(self) -> list[Entry]:
         return [entry for entry in self.free.values() if self.is_stale(entry)]
@@ -196,121 +256,78 @@ class BufferState:
         """Free entries that a reader with `bound` does not get for their staleness."""
         return sum(not bound.allows(entry) for entry in self.free.values())
 
-    def replace(self, entry: Entry) -> None:
-        """The free entry's facts are others now."""
-        self.remove(self.free[entry.seq])
-        self.put_back([entry])
-
-    def forget_closed_groups(self) -> list[str]:
-        """Forgets the oldest closed groups beyond one for each place: all their members are long gone."""
-        gone = list(self.closed_groups)[: max(0, len(self.closed_groups) - self.capacity)]
-        for name in gone:
-            del self.closed_groups[name]
-        return gone
-
-    def lease(
-        self, lease_id: str, reader: str, entries: Iterable[Entry], until: float, uses_max: int = 1
-    ) -> LeaseState:
-        taken = {entry.seq: self._take_out(entry.seq) for entry in entries}
-        state = self.leases[lease_id] = LeaseState(lease_id, reader, until, taken, uses_max)
-        return state
-
-    def ack(self, lease_id: str) -> LeaseState | None:
-        """Ends a lease: its entries were used, and are gone, or free for their next use. None if there is no such
-        lease."""
-        lease = self.leases.pop(lease_id, None)
-        if lease is not None:
-            for entry in lease.entries.values():
-                self._disown(entry)
-            for entry in lease.again():
-                self._own(entry)
-                self._let_in(entry)
-        return lease
-
-    def hold(self, lease: LeaseState) -> None:
-        """Restores a lease whose end could not be written."""
-        for entry in lease.again():
-            self.remove(entry)
-        self.leases[lease.lease_id] = lease
-        for entry in lease.entries.values():
-            self._own(entry)
-
-    def release(self, lease_id: str) -> bool:
-        """Ends a lease unused: its entries are free again. False if it had expired or ended."""
-        lease = self.leases.pop(lease_id, None)
-        if lease is not None:
-            self._let_in(*lease.entries.values())
-        return lease is not None
-
-    def leave_out(self, lease: LeaseState, entry: Entry) -> None:
-        """Removes an entry that no reader can get: its row is damaged."""
-        lease.entries.pop(entry.seq, None)
-        if entry.seq in self.free:
-            self._take_out(entry.seq)
-        self._disown(entry)
-
-    def put_back(self, entries: Iterable[Entry]) -> None:
-        """Adds removed entries again: their removal could not be written."""
-        for entry in entries:
-            self._let_in(entry)
-            self._own(entry)
-
     def lapse(self, now: float) -> list[LeaseState]:
         """Ends the leases that expired: their entries are free again."""
         lapsed = [lease for lease in self.leases.values() if lease.until <= now]
         for lease in lapsed:
-            del self.leases[lease.lease_id]
-            self._let_in(*lease.entries.values())
+            self._release(lease.lease_id)
         return lapsed
 
     def next_lapse(self) -> float | None:
         return min((lease.until for lease in self.leases.values()), default=None)
 
-    def remove(self, entry: Entry) -> None:
-        """Takes a free entry out."""
+    def make(self, change: Change) -> None:
+        match change:
+            case Put(entry):
+                self.put(entry)
+            case Gone(entries):
+                for entry in entries:
+                    self._remove(entry)
+            case Replaced(entry):
+                self._remove(self.free[entry.seq])
+                self.put(entry)
+            case Leased(lease_id, reader, until, uses_max, entries):
+                taken = {entry.seq: self._take_out(entry.seq) for entry in entries}
+                self.leases[lease_id] = LeaseState(lease_id, reader, until, taken, uses_max)
+            case Used(lease):
+                del self.leases[lease.lease_id]
+                for entry in lease.entries.values():
+                    self._disown(entry)
+                for entry in lease.again():
+                    self.put(entry)
+            case Released(lease):
+                self._release(lease.lease_id)
+            case LeftOut(lease, entry):
+                del lease.entries[entry.seq]
+                self._disown(entry)
+            case Closed(group_id, members, forgotten):
+                self.closed_groups[group_id] = members
+                for name in forgotten:
+                    del self.closed_groups[name]
+            case Bounded(own):
+                self.own, self.stale_came = own, False
+
+    def become(self, other: BufferState) -> None:
+        """As the other one is, which nobody uses any more."""
+        for part in fields(self):
+            setattr(self, part.name, getattr(other, part.name))
+
+    def hold(self, lease: LeaseState) -> None:
+        """Takes over a lease, with its entries."""
+        self.leases[lease.lease_id] = lease
+        for entry in lease.entries.values():
+            self._own(entry)
+
+    def put(self, entry: Entry) -> None:
+        self.last_seq = max(self.last_seq, entry.seq)
+        self._let_in(entry)
+        self._own(entry)
+
+    def _remove(self, entry: Entry) -> None:
         self._take_out(entry.seq)
         self._disown(entry)
 
-    def place(self, entry: Entry, lease_id: str | None = None) -> None:
-        """The entry is as given and belongs to that lease, or to none, wherever and however it was."""
-        self.drop(entry.seq)
-        self._own(entry)
-        if lease_id is None:
-            self._let_in(entry)
-        else:
-            self.leases[lease_id].entries[entry.seq] = entry
-
-    def drop(self, seq: int) -> Entry | None:
-        """Removes the entry, whoever has it. None if it is not here."""
-        entry = self.free.get(seq)
-        if entry is not None:
-            self.remove(entry)
-            return entry
-        holder = next((lease for lease in self.leases.values() if seq in lease.entries), None)
-        if holder is None:
-            return None
-        entry = holder.entries.pop(seq)
-        self._disown(entry)
-        return entry
-
-    def holder(self, seq: int) -> str | None:
-        """The lease that has the entry; None if it is free, or not here."""
-        return next((name for name, lease in self.leases.items() if seq in lease.entries), None)
-
-    def clear(self) -> None:
-        """Forgets every entry, lease and closed group."""
-        for lease_id in list(self.leases):
-            self.release(lease_id)
-        for entry in list(self.free.values()):
-            self.remove(entry)
-        self.closed_groups.clear()
+    def _release(self, lease_id: str) -> None:
+        self._let_in(*self.leases.pop(lease_id).entries.values())
 
     def _own(self, entry: Entry) -> None:
         self.sessions.add(entry.session_id)
+        self.bodies.add(entry.body)
         self.num_bytes += entry.facts.num_bytes
 
     def _disown(self, entry: Entry) -> None:
         self.sessions.discard(entry.session_id)
+        self.bodies.discard(entry.body)
         self.num_bytes -= entry.facts.num_bytes
 
     def _let_in(self, *entries: Entry) -> None:
