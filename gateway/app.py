@@ -51,11 +51,13 @@ from gateway.fleet.claims import TTL_S, ClaimStore
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.registrations import Registrations
 from gateway.fleet.text_proxy import TextProxy
+from gateway.log.base import SharedStore
+from gateway.log.gateways import GatewayLog, SharedGateways, of_group
 from gateway.log.redis import RedisStore
 from gateway.log.replicated import shared
 from gateway.operate.admin_place import AdminPlace, admin_place
 from gateway.operate.status import GatewayStatus
-from gateway.redis import RedisAddress, RedisServer, SharedGateways, of_group
+from gateway.redis import RedisAddress, RedisServer
 from gateway.repack.loop import Repacker
 from gateway.runtime.life import is_over, this_life
 from gateway.runtime.supervisor import Supervisor
@@ -206,11 +208,12 @@ async def start(config: GatewayConfig) -> Gateway:
         experience = await _experience_store(config, codec.vocabulary, stack)
         stores = await open_stores(database, stack, experience, config.experience_max, config.experience_bytes_max)
         name = await database.run(gateway_name)
-        gateways = (
-            SharedGateways(experience, name, TTL_S, this_life(), is_over)
-            if isinstance(experience, RedisServer)
-            else None
-        )
+        gateways = None
+        if not isinstance(experience, str):
+            log_of_claims = GatewayLog(experience)
+            stack.push_async_callback(log_of_claims.close)
+            await log_of_claims.open()
+            gateways = SharedGateways(log_of_claims, name, TTL_S, this_life(), is_over)
         claims = gateways if registry is None else EtcdClaims(registry, name, TTL_S, this_life(), is_over)
         parts = assemble(config, stores, codec, telemetry.tracer, claims, gateways)
         await recover(parts.sessions, stores.sessions, stores.pool)
@@ -293,7 +296,7 @@ def open_keys(config: GatewayConfig) -> KeyFile | None:
     return keys
 
 
-async def _experience_store(config: GatewayConfig, vocabulary: str, stack: AsyncExitStack) -> str | RedisServer:
+async def _experience_store(config: GatewayConfig, vocabulary: str, stack: AsyncExitStack) -> str | SharedStore:
     """`stack` closes the connection, if there is one."""
     if not isinstance(config.experience_store, RedisAddress):
         return config.experience_store
@@ -305,25 +308,25 @@ async def _experience_store(config: GatewayConfig, vocabulary: str, stack: Async
         accept_unchecked=config.redis_unchecked,
     )
     stack.push_async_callback(server.close)
-    return server
+    return RedisStore(server)
 
 
 async def open_stores(
     database: Database,
     stack: AsyncExitStack,
-    experience: str | RedisServer = "database",
+    experience: str | SharedStore = "database",
     experience_max: int = CAPACITY,
     experience_bytes_max: int = BYTES_MAX,
 ) -> Stores:
     """Makes the tables, and reads what an earlier life of this gateway left. `stack` closes the stores.
 
-    `experience`: a connected Redis, or the name of a store of this gateway's own."""
-    if isinstance(experience, RedisServer):
-        log_store = RedisStore(experience)
-        store: str | StoreMaker = shared_store(database, log_store)
-        tasks = PromptPool(await stack.enter_async_context(Database(None)), order=shared(log_store, "tasks"))
+    `experience`: a connected store that gateways share, or the name of a store of this gateway's own."""
+    if isinstance(experience, str):
+        store: str | StoreMaker = experience
+        tasks = PromptPool(database)
     else:
-        store, tasks = experience, PromptPool(database)
+        store = shared_store(database, experience)
+        tasks = PromptPool(await stack.enter_async_context(Database(None)), order=shared(experience, "tasks"))
     buffer = ExperienceBuffer(database, store=store, capacity=experience_max, bytes_max=experience_bytes_max)
     stores = Stores(
         database,

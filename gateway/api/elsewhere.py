@@ -6,7 +6,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.api.errors import Handler
-from gateway.redis import SharedGateways, of_group
+from gateway.log.gateways import SharedGateways, of_group
 from gateway.sessions.group_service import UnknownGroup
 from gateway.sessions.registry import UnknownSession
 from protos.errors import Unauthenticated

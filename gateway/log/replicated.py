@@ -87,9 +87,19 @@ class _Waiting:
 
 
 class Replicated:
-    """`name`: of the state, for the log. Its owner closes the store behind it, after `close`."""
+    """`name`: of the state, for the log. `wait_s`: how long a command is sent again; default: `WAIT_S`. Its owner closes
+    the store behind it, after `close`."""
 
-    def __init__(self, command_log: CommandLog, machine: Machine, hooks: Hooks, store: SharedStore, name: str) -> None:
+    def __init__(
+        self,
+        command_log: CommandLog,
+        machine: Machine,
+        hooks: Hooks,
+        store: SharedStore,
+        name: str,
+        wait_s: float | None = None,
+    ) -> None:
+        self._wait_s = wait_s
         self._log, self._machine, self._hooks, self._store, self._name = command_log, machine, hooks, store, name
         self._life, self._number = secrets.token_hex(8), 0
         self._place = BEGIN
@@ -207,7 +217,7 @@ class Replicated:
         """Sends a batch, and applies the log up to its end as it is then."""
         sent = [waiting for waiting in batch if waiting.command is not None]
         patient = not self._closing and any(not waiting.owed for waiting in batch)
-        wait_s = WAIT_S if patient else 0.0
+        wait_s = 0.0 if not patient else WAIT_S if self._wait_s is None else self._wait_s
         self._number += bool(sent)
         request = await self._batch(sent, wait_s)
         found = await self._append(request, sent, wait_s)

@@ -5,7 +5,6 @@ only when a gateway connects: it is an optional extra.
 """
 
 from gateway.redis.address import RedisAddress, is_redis
-from gateway.redis.gateways import SharedGateways, of_group
 from gateway.redis.server import RedisServer, Script
 
-__all__ = ["RedisAddress", "RedisServer", "Script", "SharedGateways", "is_redis", "of_group"]
+__all__ = ["RedisAddress", "RedisServer", "Script", "is_redis"]

@@ -26,8 +26,8 @@ from gateway.core.key_bounds import KeyBounds
 from gateway.core.presence import Presence
 from gateway.core.sessions import SESSION_NAME_HINT, SessionSpec, SessionState, names_a_session
 from gateway.core.types import GroupId, SessionId, TurnId
+from gateway.log.gateways import SharedGateways, of_group
 from gateway.ports import SESSION_KEY_PREFIX, SessionIdentity
-from gateway.redis import SharedGateways, of_group
 from gateway.runtime.clock import unix_s
 from gateway.sessions.known_groups import KnownGroups
 from gateway.store import Timeline

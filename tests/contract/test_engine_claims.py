@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 
 from gateway.fleet import claims
 from gateway.fleet.claims import Claimed, ClaimStore, EngineClaims, engine_keys
-from gateway.redis import SharedGateways
+from gateway.log.gateways import GatewayLog, SharedGateways
+from gateway.log.redis import RedisStore
 from gateway.runtime.life import _began, is_over, this_life
 from paramserver.client import EtcdClaims
 from paramserver.membership import EtcdRegistry, MemoryRegistry, MemoryStore
@@ -32,7 +34,12 @@ async def gateways(request: pytest.FixtureRequest, namespace: str) -> AsyncItera
     async with contextlib.AsyncExitStack() as stack:
         if request.param == "redis":
             server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
-            yield lambda name, ttl_s=TTL_S, life="1": SharedGateways(server, name, ttl_s, life, OVER.__contains__)
+            logs = [GatewayLog(RedisStore(server)) for _ in range(4)]
+            for log in logs:
+                stack.push_async_callback(log.close)
+                await log.open()
+            each = itertools.cycle(logs)
+            yield lambda name, ttl_s=TTL_S, life="1": SharedGateways(next(each), name, ttl_s, life, OVER.__contains__)
         elif request.param == "etcd":
             registry = await EtcdRegistry.connect(request.getfixturevalue("etcd"))
             stack.push_async_callback(registry.close)

@@ -21,8 +21,9 @@ from agents_env.environment import Outcome
 from agents_env.server import Sampling, Server, SessionSpec
 from agents_env.verifiers import Ending, Ends, _end
 from gateway.app import Gateway, start
+from gateway.core.claims import DropClaims
 from gateway.fleet import claims, fleet, registrations
-from gateway.redis import RedisAddress, Script
+from gateway.redis import RedisAddress
 from gateway.runtime.life import this_life
 from paramserver.client import RegisteredEngine
 from paramserver.core import view as keys
@@ -35,7 +36,6 @@ from tests.unit.gateway_api.test_status import config, gateway, get
 from tests.unit.gateway_sessions.test_rewards import SAMPLE, post, turn
 from trainer_client import AsyncSessions, Sessions
 
-FORGET = Script("return redis.call('DEL', KEYS[1] .. ':session:' .. ARGV[1])")
 Two = tuple[aiohttp.ClientSession, aiohttp.ClientSession]
 
 
@@ -218,7 +218,8 @@ async def test_what_is_refused_leaves_its_name_to_others(tmp_path: Path, store: 
         for name in ("y" * 5000, "a b", "group/other"):
             await post(a, "/sessions", {"session_id": name}, 400)
             gateways: Any = found.parts.live._gateways
-            assert not await gateways._call("holder", "session", name), "what names no session is not claimed"
+            await gateways._claims.look()
+            assert not gateways._claims.holder("session", name), "what names no session is not claimed"
 
 
 async def test_of_two_adds_of_one_name_the_one_that_is_refused_keeps_no_claim(
@@ -246,7 +247,7 @@ async def test_a_copy_of_a_gateways_data_does_not_run_beside_it(tmp_path: Path, 
         claims._life, name = "another process", f"gateway:{claims.gateway}"
         held: Any = True
         while held:  # again where a renewal of before was under way
-            await claims._call("drop", "engine", this_life(), name)
+            await claims._claims.drop(DropClaims("engine", [name], claims.gateway, this_life()))
             held = await claims.claim([name])
         with pytest.raises(Conflict, match="the name of this gateway"):
             async with gateway(tmp_path / "b", e0, **store):
@@ -262,11 +263,14 @@ async def test_sessions_of_before_a_restart_are_claimed_again(tmp_path: Path, st
         async with gateway(tmp_path / "a", e0, **store) as (found, a):
             await turn(a, "mine", [5])
         gateways: Any = other.parts.live._gateways
-        await gateways._server.call(FORGET, "gateways", "mine")
+        await gateways._claims.look()
+        held = gateways._claims._machine.state.held["session"]["mine"]
+        await gateways._claims.drop(DropClaims("session", ["mine"], held.gateway, held.life))
         async with gateway(tmp_path / "a", e0, **store) as (found, a):
             found_gateways: Any = found.parts.live._gateways
             deadline = asyncio.get_running_loop().time() + 60
-            while not await found_gateways._call("holder", "session", "mine"):
+            while not found_gateways._claims.holder("session", "mine"):
+                await asyncio.sleep(0.01)
                 assert asyncio.get_running_loop().time() < deadline
             await refused(b, "/sessions/mine/v1/completions", {"model": MODEL, "prompt": [5], "max_tokens": 2}, a)
 

@@ -1,9 +1,9 @@
-"""The gateways that share a Redis, to each other: where each is reached, which engines are whose, and which sessions.
+"""The gateways that share a log, to each other: where each is reached, which engines are whose, and which sessions.
 
 Invariants:
 - a session's id that a gateway made carries the gateway's mark, so any gateway knows whose it is without a call;
 - a name that a client chose is claimed before the session is made, as is each group's: no name is at two gateways;
-- the script is `gateways.lua`; it names the keys.
+- claims are commands of a log (`gateway.core.claims`), and end by its clock.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import contextlib
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from importlib.resources import files
-from typing import Any, Literal
 
-from gateway.redis.server import RedisServer, Script
+import msgspec
+
+from gateway.core.claims import ClaimNames, ClaimState, Command, DropClaims, Kind, ShowGateway
+from gateway.log.base import Hooks, Outcome, SharedStore, Timed
+from gateway.log.replicated import Replicated
+from protos.decoding import decode_msgpack
 from protos.errors import Conflict, LaminarError, Misdirected, Unavailable
 
 log = logging.getLogger(__name__)
 
-SCRIPT = Script((files("gateway.redis") / "gateways.lua").read_text())
 ROOM = "gateways"
 SHOW_S = 5.0
 """Between two looks at where the others are."""
@@ -32,39 +34,96 @@ BATCH = 1000
 CLAIM_WAIT_S = 2.0
 _MARKED = re.compile(r"s-([0-9a-f]{8})-[0-9a-f]{16}")
 
-Kind = Literal["engine", "session"]
+
+class _ClaimMachine:
+    """The claims as what a log's commands change."""
+
+    def __init__(self) -> None:
+        self.state = ClaimState()
+
+    def decode(self, command: bytes) -> Command:
+        found: Command = decode_msgpack(command, Command)
+        return found
+
+    async def apply(self, commands: Sequence[Timed]) -> Sequence[Outcome]:
+        return [self.state.carry_out(timed.command, timed.unix_s) for timed in commands]
+
+    async def resume(self, now: float) -> None:
+        """There is nothing but the log."""
+
+    async def dump(self) -> Sequence[bytes]:
+        return [msgspec.msgpack.encode(self.state)]
+
+    async def restore(self, dumped: Sequence[bytes]) -> None:
+        self.state = decode_msgpack(dumped[0], ClaimState) if dumped else ClaimState()
+
+    def undo(self, command: Command) -> None:
+        """A claim whose answer was lost ends by itself."""
+        return
+
+    def keeps(self, body: str) -> bool:
+        return False
+
+
+class GatewayLog:
+    """The claims of all gateways over one store, as this one follows them."""
+
+    def __init__(self, store: SharedStore) -> None:
+        self.address = store.address
+        self._machine = _ClaimMachine()
+        hooks = Hooks(lambda command, outcome, mine: None, lambda: None)
+        self._commands = Replicated(store.log(ROOM), self._machine, hooks, store, ROOM, CLAIM_WAIT_S)
+        self.open, self.close, self.look = self._commands.open, self._commands.close, self._commands.look
+
+    @property
+    def urls(self) -> Mapping[str, str]:
+        """Where gateways are reached."""
+        return self._machine.state.urls
+
+    def holder(self, kind: Kind, name: str) -> str:
+        """The gateway that has the name; empty for none."""
+        found = self._machine.state.holder(kind, name, self._commands.now())
+        return "" if found is None else found.gateway
+
+    async def show(self, gateway: str, url: str) -> None:
+        await self._commands.run(ShowGateway(gateway, url))
+
+    async def claim(self, wanted: ClaimNames) -> dict[str, tuple[str, str]]:
+        """Of those that are another's, its gateway and life."""
+        found = await self._commands.run(wanted)
+        return {name: (claim.gateway, claim.life) for name, claim in found.items()}
+
+    async def drop(self, dropped: DropClaims) -> None:
+        await self._commands.run(dropped)
 
 
 class SharedGateways:
     """`gateway`: this one's name, which stays with its `--data`. `claim_ttl_s`: of engines. `life`: of this process;
-    `is_over`: whether that of another one is known to have ended. Implements `gateway.fleet.claims.ClaimStore`."""
+    `is_over`: whether that of another one is known to have ended. Implements `gateway.fleet.claims.ClaimStore`.
+
+    `claims`: its owner opens and closes it."""
 
     def __init__(
-        self, server: RedisServer, gateway: str, claim_ttl_s: float, life: str, is_over: Callable[[str], bool]
+        self, claims: GatewayLog, gateway: str, claim_ttl_s: float, life: str, is_over: Callable[[str], bool]
     ) -> None:
-        self._server, self.gateway, self._ttl_ms = server, gateway, round(claim_ttl_s * 1000)
+        self._claims, self.gateway, self._ttl_s = claims, gateway, claim_ttl_s
         self._life, self._is_over = life, is_over
         self._url = ""
-        self._at: dict[str, str] = {}
         self.mark = mark_of(gateway)
 
     async def show(self, url: str) -> None:
         """This gateway is reached at `url` from now on."""
         self._url = url
-        await self._look()
+        await self._claims.show(self.gateway, url)
 
     async def run(self) -> None:
-        """Follows where the others are, until cancelled."""
+        """Shows itself again and again, until cancelled."""
         while True:
             await asyncio.sleep(SHOW_S)
             try:
-                await self._look()
+                await self._claims.show(self.gateway, self._url)
             except Unavailable:
-                log.debug("%s: where other gateways are is not known anew", self._server.address)
-
-    async def _look(self) -> None:
-        found = await self._call("show", self._url)
-        self._at = {name.decode(): url.decode() for name, url in zip(found[::2], found[1::2], strict=True)}
+                log.debug("%s: this gateway cannot show itself", self._claims.address)
 
     # -- engines
 
@@ -72,20 +131,16 @@ class SharedGateways:
         held = await self._claimed(names)
         if over := [name for name, (who, life) in held.items() if who == self.gateway and self._is_over(life)]:
             for name in over:
-                await self._call("drop", "engine", held[name][1], name)
+                await self._claims.drop(DropClaims("engine", [name], self.gateway, held[name][1]))
             held = await self._claimed(names)
-        if not {who for who, _ in held.values()} <= self._at.keys():
-            await self._look()
         return {name: self._shown(who) for name, (who, _) in held.items()}
 
     async def _claimed(self, names: Collection[str]) -> dict[str, tuple[str, str]]:
         """The gateway and its life that have what this one has not got."""
-        holders = await self._call("claim", "engine", self._ttl_ms, *names)
-        found = {name: holder.decode().partition("/") for name, holder in zip(names, holders, strict=True) if holder}
-        return {name: (who, life) for name, (who, _, life) in found.items()}
+        return await self._claims.claim(ClaimNames("engine", list(names), self.gateway, self._life, self._ttl_s))
 
     async def drop(self, names: Collection[str]) -> None:
-        await self._call("drop", "engine", self._life, *names)
+        await self._claims.drop(DropClaims("engine", list(names), self.gateway, self._life))
 
     # -- sessions
 
@@ -100,7 +155,7 @@ class SharedGateways:
         except LaminarError as e:
             if not isinstance(e, Conflict) and not here():
                 with contextlib.suppress(Unavailable):  # it ends by itself
-                    await self._call("drop", "session", self._life, name)
+                    await self._claims.drop(DropClaims("session", [name], self.gateway, self._life))
             raise
 
     async def _begin(self, name: str) -> None:
@@ -113,9 +168,9 @@ class SharedGateways:
             log.warning("%s begins unclaimed, which another gateway may begin as well: %s", _words(name), e)
 
     async def _reserve(self, names: Sequence[str]) -> None:
-        holders = await self._call("claim", "session", round(SESSION_TTL_S * 1000), *names)
-        for name, holder in zip(names, holders, strict=True):
-            await self._refuse(name, holder.decode().partition("/")[0])
+        wanted = ClaimNames("session", names, self.gateway, self._life, SESSION_TTL_S)
+        for name, (holder, _) in (await self._claims.claim(wanted)).items():
+            self._refuse(name, holder)
 
     async def renew(self, names: Callable[[], Iterable[str]]) -> None:
         """Claims the names of live sessions and groups again and again, those of before this gateway's start and of
@@ -132,47 +187,42 @@ class SharedGateways:
         except Misdirected as e:
             log.error("a name is at two gateways: %s", e)
         except Unavailable:
-            log.debug("%s: names of sessions are not claimed anew", self._server.address)
+            log.debug("%s: names of sessions are not claimed anew", self._claims.address)
 
     async def find(self, name: str) -> None:
         """Misdirected for a session that another gateway has. Returns for one that none is known to have."""
         await self._check_anew(name, _MARKED.fullmatch(name))
         with contextlib.suppress(Unavailable):  # then it is what it is here: not known
-            await self._refuse(name, (await self._call("holder", "session", name)).decode())
+            await self._claims.look()
+            self._refuse(name, self._claims.holder("session", name))
 
     def check(self, name: str) -> None:
         """As `find`, by the mark of an id that a gateway made, without a call."""
         found = _MARKED.fullmatch(name)
         if found is not None and found[1] != self.mark:
-            owner = next((gateway for gateway in self._at if mark_of(gateway) == found[1]), None)
+            owner = next((gateway for gateway in self._claims.urls if mark_of(gateway) == found[1]), None)
             if owner is not None:
                 raise self._misdirected(name, owner)
 
     async def _check_anew(self, name: str, marked: re.Match[str] | None) -> None:
-        if marked is not None and marked[1] not in map(mark_of, self._at):
-            await self._look()
+        if marked is not None and marked[1] not in map(mark_of, self._claims.urls):
+            await self._claims.look()
         self.check(name)
 
-    async def _refuse(self, name: str, holder: str) -> None:
+    def _refuse(self, name: str, holder: str) -> None:
         if holder and holder != self.gateway:
-            if holder not in self._at:
-                await self._look()
             raise self._misdirected(name, holder)
 
     def _shown(self, gateway: str) -> str:
-        return f"{gateway} at {self._at[gateway]}" if gateway in self._at else gateway
+        url = self._claims.urls.get(gateway)
+        return gateway if url is None else f"{gateway} at {url}"
 
     def _misdirected(self, name: str, gateway: str) -> Misdirected:
-        url = self._at.get(gateway, "")
+        url = self._claims.urls.get(gateway, "")
         return Misdirected(
             f"{_words(name)} is at another gateway, {self._shown(gateway)}",
             hint=f"send its calls to {url or 'that one'}; a session's `base_url` leads there",
             url=url,
-        )
-
-    async def _call(self, operation: str, *arguments: str | int) -> Any:
-        return await self._server.call(
-            SCRIPT, ROOM, operation, self.gateway, self._life, *arguments, wait_s=CLAIM_WAIT_S
         )
 
 
