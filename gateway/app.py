@@ -36,6 +36,7 @@ from gateway.api.ui import reading
 from gateway.api.ui.feed import Feed
 from gateway.api.ui.routes import add_ui_routes
 from gateway.config import GatewayConfig
+from gateway.core.addresses import RedisAddress
 from gateway.core.connections import STRANGER_S, Connections
 from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.modes import mode_of
@@ -57,7 +58,6 @@ from gateway.log.redis import RedisStore
 from gateway.log.replicated import shared
 from gateway.operate.admin_place import AdminPlace, admin_place
 from gateway.operate.status import GatewayStatus
-from gateway.redis import RedisAddress, RedisServer
 from gateway.repack.loop import Repacker
 from gateway.runtime.life import is_over, this_life
 from gateway.runtime.supervisor import Supervisor
@@ -300,7 +300,7 @@ async def _experience_store(config: GatewayConfig, vocabulary: str, stack: Async
     """`stack` closes the connection, if there is one."""
     if not isinstance(config.experience_store, RedisAddress):
         return config.experience_store
-    server = await RedisServer.connect(
+    server = await RedisStore.connect(
         config.experience_store,
         namespace=config.redis_namespace,
         model=config.model,
@@ -308,7 +308,7 @@ async def _experience_store(config: GatewayConfig, vocabulary: str, stack: Async
         accept_unchecked=config.redis_unchecked,
     )
     stack.push_async_callback(server.close)
-    return RedisStore(server)
+    return server
 
 
 async def open_stores(

@@ -17,7 +17,7 @@ import click
 import uvloop
 
 from gateway.config import GatewayConfig, parse_engine
-from gateway.redis.address import RedisAddress
+from gateway.core.addresses import RedisAddress
 from protos.errors import InvalidRequest, LaminarError, UnsupportedField
 from protos.findings import report_findings
 from protos.imports import uncollected

@@ -13,11 +13,11 @@ from typing import Annotated, get_args
 import click
 from msgspec import Meta
 
+from gateway.core.addresses import RedisAddress
 from gateway.core.fleet.config import FleetConfig
 from gateway.core.networks import Networks
 from gateway.core.placing.text_requests import TextApi
 from gateway.core.types import InText, LogprobsKind
-from gateway.redis.address import RedisAddress
 from protos.access.credentials import CREDENTIALS_VARIABLE
 from protos.access.etcd import EtcdAccess
 from protos.access.listening import INSECURE

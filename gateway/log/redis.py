@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from typing import Any, TypeVar
 
+from gateway.log.attempts import WAIT_S
 from gateway.log.base import (
     REPLY_BYTES_MAX,
     Batch,
@@ -15,11 +16,9 @@ from gateway.log.base import (
     Place,
     Position,
     Snapshot,
-    StoreStatistics,
     parts_of,
 )
-from gateway.redis import RedisServer, Script
-from gateway.redis.server import WAIT_S, Words
+from gateway.log.redis_server import RedisServer, Script, Words
 from protos.errors import NotFound
 
 T = TypeVar("T")
@@ -96,34 +95,11 @@ class RedisLog:
         return await self._server.call(SCRIPT, self._room, operation, *arguments, wait_s=wait_s)
 
 
-class RedisStore:
-    """A connected Redis as a store of logs. Implements `gateway.log.base.SharedStore`."""
-
-    def __init__(self, server: RedisServer) -> None:
-        self.server = server
-
-    @property
-    def address(self) -> object:
-        return self.server.address
-
-    @property
-    def failure(self) -> str:
-        return self.server.failure
-
-    def check(self) -> None:
-        self.server.check()
+class RedisStore(RedisServer):
+    """A Redis as a store of logs. Implements `gateway.log.base.SharedStore`."""
 
     def log(self, room: str) -> RedisLog:
-        return RedisLog(self.server, room)
-
-    def statistics(self) -> StoreStatistics:
-        found = self.server.statistics()
-        return StoreStatistics(
-            found.address, found.namespace, found.failure, found.failed, found.connected, found.unchecked
-        )
-
-    async def close(self) -> None:
-        await self.server.close()
+        return RedisLog(self, room)
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

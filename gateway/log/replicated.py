@@ -87,8 +87,8 @@ class _Waiting:
 
 
 class Replicated:
-    """`name`: of the state, for the log. `wait_s`: how long a command is sent again; default: `WAIT_S`. Its owner closes
-    the store behind it, after `close`."""
+    """`name`: of the state, for the log. `wait_s`: how long a command is sent again; default: `WAIT_S`. `store`: its
+    owner closes it, after `close`."""
 
     def __init__(
         self,

@@ -16,13 +16,14 @@ import time
 from pathlib import Path
 
 from gateway.config import EngineSpec, GatewayConfig
+from gateway.core.addresses import RedisAddress
 from gateway.core.fleet.labels import UNNAMED, is_version, version_of
 from gateway.engines.base import AdapterContext, EngineAdapter, engine_tls
 from gateway.engines.kinds import connect
 from gateway.fleet.registrations import registered
 from gateway.fleet.watcher import PROBE_TEXT, same_ids
+from gateway.log.redis_server import RedisServer
 from gateway.operate.admin_place import admin_place
-from gateway.redis import RedisAddress, RedisServer
 from gateway.store.database import DATABASE_NAME, in_use
 from gateway.store.layout import LAYOUT
 from gateway.tokens import Codec

@@ -16,7 +16,6 @@ import pytest
 from gateway.fleet import claims
 from gateway.fleet.claims import Claimed, ClaimStore, EngineClaims, engine_keys
 from gateway.log.gateways import GatewayLog, SharedGateways
-from gateway.log.redis import RedisStore
 from gateway.runtime.life import _began, is_over, this_life
 from paramserver.client import EtcdClaims
 from paramserver.membership import EtcdRegistry, MemoryRegistry, MemoryStore
@@ -34,7 +33,7 @@ async def gateways(request: pytest.FixtureRequest, namespace: str) -> AsyncItera
     async with contextlib.AsyncExitStack() as stack:
         if request.param == "redis":
             server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
-            logs = [GatewayLog(RedisStore(server)) for _ in range(4)]
+            logs = [GatewayLog(server) for _ in range(4)]
             for log in logs:
                 stack.push_async_callback(log.close)
                 await log.open()

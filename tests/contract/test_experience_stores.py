@@ -28,7 +28,6 @@ from gateway.core.selection import Entry
 from gateway.experience.shared import shared_store
 from gateway.experience.stores import STORES, ExperienceStore, MemoryRows, OwnExperience, own_store
 from gateway.log.base import Hooks
-from gateway.log.redis import RedisStore
 from gateway.store import Database
 from protos import packed
 from protos.errors import InvalidRequest, NotFound, Unavailable
@@ -54,7 +53,7 @@ async def opener(request: pytest.FixtureRequest, database: Database, namespace: 
     async with contextlib.AsyncExitStack() as stack:
         if request.param == "redis":
             server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
-            make = shared_store(database, RedisStore(server))
+            make = shared_store(database, server)
         else:
             make = own_store(request.param, database)
         yield lambda: make(BufferState(100, 1 << 30), HOOKS)

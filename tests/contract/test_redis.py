@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from gateway.redis import RedisAddress, RedisServer, Script
-from gateway.redis.durability import SETTINGS
+from gateway.core.addresses import RedisAddress
+from gateway.log.durability import SETTINGS
+from gateway.log.redis_server import RedisServer, Script
 from protos.errors import Conflict, InvalidRequest, Unavailable
 from tests.support.processes import Daemon
 

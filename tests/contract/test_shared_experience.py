@@ -20,7 +20,6 @@ from gateway.experience.shared import shared_store
 from gateway.experience.stores import Undelivered
 from gateway.log import replicated
 from gateway.log.base import Batch, Body, Exchanged, Place, parts_in
-from gateway.log.redis import RedisStore
 from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Unavailable
 from protos.trajectories import Trajectory
@@ -39,7 +38,7 @@ async def opened(tmp_path: Path, namespace: str) -> AsyncIterator[Opener]:
 
         async def opener(url: str, name: str, **bounds: int) -> ExperienceBuffer:
             database = await stack.enter_async_context(Database(tmp_path / name))
-            store = shared_store(database, RedisStore(await connect(stack, url, namespace)))
+            store = shared_store(database, await connect(stack, url, namespace))
             buffer = ExperienceBuffer(database, store=store, **bounds)
             await buffer.open()
             stack.push_async_callback(buffer.close)
@@ -290,7 +289,7 @@ async def test_what_waited_at_the_end_of_a_gateway_is_sent_by_its_next_life(
     daemon = redis_servers()
     url = daemon.ready["url"]
     async with contextlib.AsyncExitStack() as stack, Database(tmp_path / "a") as database:
-        store = shared_store(database, RedisStore(await connect(stack, url, namespace)))
+        store = shared_store(database, await connect(stack, url, namespace))
         first = ExperienceBuffer(database, store=store)
         await first.open()
         daemon.kill()
@@ -300,7 +299,7 @@ async def test_what_waited_at_the_end_of_a_gateway_is_sent_by_its_next_life(
         await first.close()
     redis_servers()
     async with contextlib.AsyncExitStack() as stack, Database(tmp_path / "a") as database:
-        store = shared_store(database, RedisStore(await connect(stack, url, namespace)))
+        store = shared_store(database, await connect(stack, url, namespace))
         again = ExperienceBuffer(database, store=store)
         await again.open()
         got = await sample(again, "t", trajectories=3, trainer_version=1, wait_s=60, whole=True)

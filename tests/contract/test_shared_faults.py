@@ -16,11 +16,10 @@ from redis._parsers.base import BaseParser
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from gateway.core.addresses import RedisAddress
 from gateway.experience import ExperienceBuffer
-from gateway.log import replicated
-from gateway.redis import RedisAddress, Script
-from gateway.redis import server as redis_server
-from gateway.redis.server import RedisServer
+from gateway.log import redis_server, replicated
+from gateway.log.redis_server import RedisServer, Script
 from protos.errors import LaminarError, Unavailable
 from tests.contract.test_shared_experience import Opener as Opener
 from tests.contract.test_shared_experience import opened as opened
@@ -134,7 +133,7 @@ class SlowLink:
             way.cancel()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, here = await asyncio.open_connection(self._address.host, self._address.port)
+        there, here = await asyncio.open_connection(*self._address.hosts[0])
         both = [asyncio.create_task(self._pass(*way)) for way in ((reader, here, 0.0), (there, writer, 0.05))]
         self._passing.update(both)
         await asyncio.wait(both)

@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from gateway.core.addresses import RedisAddress
 from gateway.experience import shared
-from gateway.redis import RedisAddress
 from tests.support.processes import Daemon
 from tests.support.scripted_engine import ScriptedEngine
 from tests.unit.gateway_api.test_status import gateway

@@ -21,9 +21,9 @@ from agents_env.environment import Outcome
 from agents_env.server import Sampling, Server, SessionSpec
 from agents_env.verifiers import Ending, Ends, _end
 from gateway.app import Gateway, start
+from gateway.core.addresses import RedisAddress
 from gateway.core.claims import DropClaims
 from gateway.fleet import claims, fleet, registrations
-from gateway.redis import RedisAddress
 from gateway.runtime.life import this_life
 from paramserver.client import RegisteredEngine
 from paramserver.core import view as keys

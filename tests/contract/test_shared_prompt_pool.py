@@ -13,8 +13,7 @@ import pytest
 
 from gateway.core.tasks import NewTask, TaskLease
 from gateway.log import replicated
-from gateway.log.redis import RedisStore
-from gateway.redis import Script
+from gateway.log.redis_server import Script
 from gateway.store import Database
 from gateway.tasks import PromptPool, rows
 from protos.errors import Conflict, NotFound, OutOfCapacity, Unavailable
@@ -32,7 +31,7 @@ async def opened(url: str, namespace: str, **options: int) -> AsyncIterator[Prom
     async with AsyncExitStack() as stack:
         server = await connect(stack, url, namespace)
         replica = await stack.enter_async_context(Database(None))
-        pool = PromptPool(replica, order=replicated.shared(RedisStore(server), "tasks"), **options)
+        pool = PromptPool(replica, order=replicated.shared(server, "tasks"), **options)
         stack.push_async_callback(pool.close)
         await pool.open()
         yield pool
@@ -146,9 +145,7 @@ async def test_a_gateway_that_starts_reads_a_snapshot_and_the_commands_behind_it
         for number in range(70):
             await one.add(P, [task(f"t{number}")])
         [lease] = await take(one)
-        assert await one._commands._store.server.call(LENGTH, "tasks") < 60, (
-            "what older snapshots have is not kept twice"
-        )
+        assert await one._commands._store.call(LENGTH, "tasks") < 60, "what older snapshots have is not kept twice"
         async with opened(shared_redis, namespace) as late:
             await alike(one, late)
             assert (late.statistics().tasks, late.statistics().leases) == (70, 1)
@@ -215,7 +212,7 @@ async def test_a_redis_that_came_back_empty_begins_anew(redis_servers: Callable[
     url = redis_servers().ready["url"]
     async with opened(url, "n") as one:
         await one.add(P, [task("a")])
-        await one._commands._store.server.call(Script("return redis.call('FLUSHALL')"), "tasks")
+        await one._commands._store.call(Script("return redis.call('FLUSHALL')"), "tasks")
         assert await one.add(P, [task("a")]) == 1
         assert [lease.task_id for lease in await take(one)] == ["a"]
         assert one.statistics().tasks == 1

@@ -14,7 +14,6 @@ import pytest
 
 from gateway.experience import ExperienceBuffer
 from gateway.experience.shared import shared_store
-from gateway.log.redis import RedisStore
 from gateway.store import Database
 from tests.support.redis_servers import connect
 from tests.unit.gateway_store.test_experience import sample
@@ -38,7 +37,8 @@ CHILD = textwrap.dedent(
     from gateway.experience.shared import shared_store
     from gateway.log import redis
     from gateway.log.redis import RedisStore
-    from gateway.redis import RedisAddress, RedisServer
+    from gateway.core.addresses import RedisAddress
+    from gateway.log.redis_server import RedisServer
     from gateway.store import Database
     from tests.unit.gateway_store.test_experience import trajectory
 
@@ -62,8 +62,8 @@ CHILD = textwrap.dedent(
     async def main():
         async with Database(Path(path)) as database:
             await database.run(lambda c: c.execute("CREATE TABLE IF NOT EXISTS ends(name TEXT PRIMARY KEY)") and None)
-            server = await RedisServer.connect(RedisAddress.parse(url), namespace=namespace)
-            buffer = ExperienceBuffer(database, store=shared_store(database, RedisStore(server)))
+            server = await RedisStore.connect(RedisAddress.parse(url), namespace=namespace)
+            buffer = ExperienceBuffer(database, store=shared_store(database, server))
             await buffer.open()
             for number in range(first, first + 1000):
                 name = f"s{number}"
@@ -109,7 +109,7 @@ async def used_up(path: Path, url: str, namespace: str) -> list[str]:
     """What another gateway's trainer gets, and acknowledges."""
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(Database(path))
-        store = shared_store(database, RedisStore(await connect(stack, url, namespace)))
+        store = shared_store(database, await connect(stack, url, namespace))
         buffer = ExperienceBuffer(database, store=store)
         await buffer.open()
         lease, found = await sample(buffer, "t", trajectories=1000, trainer_version=1)
@@ -124,7 +124,7 @@ async def next_life(path: Path, url: str, namespace: str) -> tuple[list[str], li
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(Database(path))
         rows = await database.run(lambda c: c.execute("SELECT name FROM ends").fetchall())
-        store = shared_store(database, RedisStore(await connect(stack, url, namespace)))
+        store = shared_store(database, await connect(stack, url, namespace))
         buffer = ExperienceBuffer(database, store=store)
         await buffer.open()
         for (name,) in rows:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.redis import RedisAddress, RedisServer
-from gateway.redis.durability import SETTINGS
+from gateway.core.addresses import RedisAddress
+from gateway.log.durability import SETTINGS
+from gateway.log.redis import RedisStore
 from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
 from tests.support.skips import needs
@@ -57,9 +58,9 @@ def _await_port(daemon: Daemon, port: int) -> None:
     raise AssertionError(f"redis-server does not listen:\n{daemon.log()[-2000:]}")
 
 
-async def connect(stack: contextlib.AsyncExitStack, url: str, namespace: str) -> RedisServer:
+async def connect(stack: contextlib.AsyncExitStack, url: str, namespace: str) -> RedisStore:
     """`stack` closes it."""
-    server = await RedisServer.connect(RedisAddress.parse(url), namespace=namespace)
+    server = await RedisStore.connect(RedisAddress.parse(url), namespace=namespace)
     stack.push_async_callback(server.close)
     return server
 

@@ -466,7 +466,7 @@ def test_an_overlay_patches_what_the_base_has() -> None:
 
 
 def test_the_redis_of_the_values_keeps_what_the_gateway_demands() -> None:
-    from gateway.redis.durability import SETTINGS
+    from gateway.log.durability import SETTINGS
 
     text = yaml.safe_load((FOLDER / "charts/redis.values.yaml").read_text())["commonConfiguration"]
     found = dict(line.split(" ", 1) for line in text.splitlines())

@@ -34,7 +34,6 @@ from gateway.experience import ExperienceBuffer
 from gateway.experience.buffer import Evicted
 from gateway.experience.shared import shared_store
 from gateway.experience.stores import STORES
-from gateway.log.redis import RedisStore
 from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
 from protos.packed import Facts
@@ -82,7 +81,7 @@ async def buffer(request: pytest.FixtureRequest, tmp_path: Path, namespace: str)
         database = await stack.enter_async_context(Database(tmp_path / "db"))
         if request.param == "redis":
             server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
-            buffer = ExperienceBuffer(database, store=shared_store(database, RedisStore(server)), capacity=4)
+            buffer = ExperienceBuffer(database, store=shared_store(database, server), capacity=4)
         else:
             buffer = ExperienceBuffer(database, store=request.param, capacity=4)
         await buffer.open()

@@ -11,7 +11,8 @@ import pytest
 import redis.asyncio
 import uvloop
 
-from gateway.redis import RedisAddress, RedisServer
+from gateway.core.addresses import RedisAddress
+from gateway.log.redis_server import RedisServer
 from protos.errors import Unavailable
 
 RESET = struct.pack("ii", 1, 0)

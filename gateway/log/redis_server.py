@@ -1,15 +1,8 @@
-"""One Redis that several gateways share, as this gateway uses it.
+"""One Redis that several gateways share, as this gateway uses it: its checks, and scripts that run until they landed.
 
-Invariants:
-- nothing is called before the Redis was checked: its durability (`durability`), that it takes writes, and that the
-  namespace's layout, model and vocabulary are this gateway's; after each loss of the connection it is checked again;
-- a call has landed when it returns. One whose reply was lost is repeated, so every script has to be idempotent;
-- a call waits for `wait_s` at most, and then raises Unavailable: what it was for may have landed all the same;
-- `failure` is the reason why the last call did not get through; empty while they do. One that began before the last
-  check says nothing of the Redis as it is now: it sets none;
-- a connection of before a loss carries no call after it: it may have ended without a word.
-
-Keys are `{laminar:NAMESPACE}:ROOM:...`; what a room keeps there is documented with the room.
+A connection of before a loss carries no call after it: it may have ended without a word. Keys are
+`{laminar:NAMESPACE}:ROOM:...`; what a room keeps there is documented with the room. The package `redis` is imported
+only when a gateway connects: it is an optional extra.
 """
 
 from __future__ import annotations
@@ -18,14 +11,14 @@ import asyncio
 import hashlib
 import logging
 import secrets
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from gateway.redis.address import RedisAddress
-from gateway.redis.durability import SETTINGS, check_role, check_settings, found_in_info
-from protos.errors import Conflict, InvalidRequest, LaminarError, Unavailable
+from gateway.core.addresses import RedisAddress
+from gateway.log.attempts import LAYOUT, WAIT_S, Attempts, Namespace
+from gateway.log.durability import SETTINGS, check_role, check_settings, found_in_info
+from protos.errors import InvalidRequest
 from protos.extras import install
 
 if TYPE_CHECKING:
@@ -36,19 +29,9 @@ log = logging.getLogger(__name__)
 Words = tuple[str | bytes | int, ...]
 """A command with its arguments."""
 
-LAYOUT = 2
-"""Of everything below a namespace's prefix. Layouts:
-- 2: logs of commands (`gateway.log`);
-- 1: experience as keys of their own, and a log of the prompt pool."""
 CONNECTIONS_MAX = 16
 REPLY_TIMEOUT_S = 5.0
 """For one reply; a Redis that is silent for longer is treated as one that went away."""
-WAIT_S = 10.0
-"""How long a call is repeated by default."""
-RETRY_S = 0.05
-"""Before the first repetition; doubled after each, up to `RETRY_MAX_S`."""
-RETRY_MAX_S = 1.0
-
 _CLAIM = """
 local found = redis.call('HMGET', KEYS[1], 'layout', 'model', 'vocabulary', 'epoch')
 if found[1] then return found end
@@ -76,36 +59,15 @@ class Script:
         object.__setattr__(self, "sha", digest)
 
 
-@dataclass(frozen=True, slots=True)
-class RedisStatistics:
-    """`failure`: why calls do not get through now; `failed`: attempts that did not; `connected`: how often the Redis
-    was checked, which is at the start and after each loss."""
-
-    address: str
-    namespace: str
-    failure: str
-    failed: int
-    connected: int
-    unchecked: list[str]
-
-
-class RedisServer:
+class RedisServer(Attempts):
     """`async with await RedisServer.connect(...)`, or `close`."""
 
-    def __init__(
-        self, client: Redis, address: RedisAddress, namespace: str, model: str, vocabulary: str, accept_unchecked: bool
-    ) -> None:
-        self._client, self.address, self.namespace = client, address, namespace
-        self._model, self._vocabulary, self._accept_unchecked = model, vocabulary, accept_unchecked
-        self._lost = True  # the connection, so that the next attempt checks first
-        self._checking = asyncio.Lock()
+    def __init__(self, address: RedisAddress, namespace: Namespace, *, accept_unchecked: bool = False) -> None:
+        super().__init__(address, namespace)
+        self._accept_unchecked = accept_unchecked
+        self._clients = [_client(address, *host) for host in address.hosts]
+        self._client = self._clients[0]
         self._connections = asyncio.Semaphore(CONNECTIONS_MAX)  # further calls wait for one
-        self._epoch = ""
-        self._unchecked: list[str] = []
-        self._failed = 0
-        self.failure = ""
-        self.connected = 0
-        """Grows with each check: what was read before may be older than what a Redis that came back has."""
 
     @classmethod
     async def connect(
@@ -116,12 +78,12 @@ class RedisServer:
         model: str = "",
         vocabulary: str = "",
         accept_unchecked: bool = False,
-    ) -> RedisServer:
+    ) -> Self:
         """Raises InvalidRequest for a Redis that does not keep what it acknowledges, Conflict for a namespace of
         another model, vocabulary or layout, Unavailable when it does not answer."""
-        server = cls(_client(address), address, namespace, model, vocabulary, accept_unchecked)
+        server = cls(address, Namespace(namespace, model, vocabulary), accept_unchecked=accept_unchecked)
         try:
-            await server._attempt(_nothing, 0.0)
+            await server.attempt(_nothing, 0.0)
         except BaseException:
             await server.close()
             raise
@@ -131,21 +93,12 @@ class RedisServer:
         return server
 
     async def close(self) -> None:
-        await self._client.aclose()
+        for client in self._clients:
+            await client.aclose()
 
     def prefix(self, room: str) -> str:
         """Of the room's keys. In braces, so that a proxy or a cluster keeps a namespace's keys together."""
-        return f"{{laminar:{self.namespace}}}:{room}"
-
-    def check(self) -> None:
-        """Raises Unavailable while calls do not get through."""
-        if self.failure:
-            raise self._unavailable(self.failure)
-
-    def statistics(self) -> RedisStatistics:
-        return RedisStatistics(
-            str(self.address), self.namespace, self.failure, self._failed, self.connected, self._unchecked
-        )
+        return f"{{laminar:{self.namespace.name}}}:{room}"
 
     async def call(self, script: Script, room: str, *arguments: str | bytes | int, wait_s: float = WAIT_S) -> Any:
         """The script's reply, with strings as bytes. Repeated while Redis is away, for `wait_s` at most (0: one
@@ -154,7 +107,7 @@ class RedisServer:
         async def run() -> Any:
             return await self._run(script, self.prefix(room), *arguments)
 
-        return await self._attempt(run, wait_s)
+        return await self.attempt(run, wait_s)
 
     async def send(self, *commands: Words, wait_s: float = WAIT_S) -> list[Any]:
         """The replies to idempotent commands, which are sent together over one connection. Each reply has a deadline of
@@ -163,51 +116,7 @@ class RedisServer:
         async def run() -> list[Any]:
             return await self._send(commands)
 
-        return await self._attempt(run, wait_s) if commands else []
-
-    async def _attempt(self, work: Callable[[], Awaitable[Any]], wait_s: float, *, check: bool = True) -> Any:
-        from redis.exceptions import RedisError
-
-        deadline, retry_s = time.monotonic() + wait_s, RETRY_S
-        while True:
-            began = self.connected
-            try:
-                if check and self._lost:
-                    await self._check_once()
-                    began = self.connected
-                found = await work()
-            except (RedisError, OSError) as e:
-                if not _passes(e):
-                    raise
-                error: LaminarError = self._unavailable(self._fail(e, began))
-                cause: Exception = e
-            except (InvalidRequest, Conflict) as e:
-                if not self.connected:
-                    raise
-                error, cause = self._unavailable(self._fail(e, began)), e  # another one came back: this may be mended
-            else:
-                if self.failure:
-                    log.info("%s answers again", self.address)
-                    self.failure = ""
-                return found
-            if time.monotonic() + retry_s > deadline:
-                raise error from cause
-            await asyncio.sleep(retry_s)
-            retry_s = min(RETRY_MAX_S, 2 * retry_s)
-
-    def _fail(self, error: Exception, began: int) -> str:
-        self._failed += 1
-        failure = str(error) or type(error).__name__
-        if began < self.connected:
-            return failure
-        self._lost = True
-        if not self.failure and self.connected:
-            log.error("%s: %s; what is to be kept there waits", self.address, failure)
-        self.failure = failure
-        return failure
-
-    def _unavailable(self, failure: str) -> Unavailable:
-        return Unavailable(f"{self.address}: {failure}", hint="try again once this Redis answers")
+        return await self.attempt(run, wait_s) if commands else []
 
     async def _run(self, script: Script, *arguments: str | bytes | int) -> Any:
         from redis.exceptions import NoScriptError
@@ -232,27 +141,35 @@ class RedisServer:
     async def _command(self, *words: str | bytes | int) -> Any:
         return await _sent(self._client.execute_command(*words))  # type: ignore[no-untyped-call]
 
-    async def _check_once(self) -> None:
-        async with self._checking:
-            if self._lost:
-                await self._client.connection_pool.disconnect(inuse_connections=False)
-                await self._check()
-
     @classmethod
     async def examine(cls, address: RedisAddress, *, accept_unchecked: bool = False) -> list[str]:
         """As `connect`, without a namespace: changes nothing. Returns the settings that cannot be checked."""
-        server = cls(_client(address), address, "", "", "", accept_unchecked)
+        server = cls(address, Namespace(""), accept_unchecked=accept_unchecked)
         try:
-            await server._attempt(server._check_settings, 0.0, check=False)
+            await server.attempt(server._find_primary, 0.0, check=False)
         finally:
             await server.close()
         return server._unchecked
 
     async def _check(self) -> None:
-        await self._check_settings()
+        await self._find_primary()
         await self._claim()
-        self.connected += 1
-        self._lost = False
+
+    async def _find_primary(self) -> None:
+        """The first host that passes, beginning with the one that had passed last."""
+        at = self._clients.index(self._client)
+        error: Exception | None = None
+        for client in (*self._clients[at:], *self._clients[:at]):
+            self._client = client
+            try:
+                await client.connection_pool.disconnect(inuse_connections=False)
+                return await self._check_settings()
+            except Exception as e:
+                if not isinstance(e, InvalidRequest) and not self._passes(e):
+                    raise
+                error = error or e
+        assert error is not None
+        raise error
 
     async def _check_settings(self) -> None:
         info = await _sent(self._client.info())
@@ -273,7 +190,7 @@ class RedisServer:
             except Lost:
                 raise
             except ResponseError as e:
-                if _passes(e):
+                if self._passes(e):
                     raise
                 return str(e)
             pairs = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
@@ -283,27 +200,11 @@ class RedisServer:
 
     async def _claim(self) -> None:
         key, epoch = f"{self.prefix('layout')}", secrets.token_hex(8)
-        reply = await self._run(Script(_CLAIM), key, LAYOUT, self._model, self._vocabulary, epoch)
-        layout, model, vocabulary, epoch = (_text(value) for value in reply)
-        where = f"namespace {self.namespace!r} of {self.address}"
-        if layout != str(LAYOUT):
-            raise Conflict(
-                f"{where} has layout {layout}, and this gateway knows {LAYOUT}",
-                hint="start the gateway that wrote it, or give another --redis-namespace",
-            )
-        if model != self._model:
-            raise Conflict(
-                f"{where} keeps what model {model!r} generated, not {self._model!r}",
-                hint=f"serve --model {model}, or give another --redis-namespace",
-            )
-        if vocabulary != self._vocabulary:
-            raise Conflict(
-                f"{where} keeps token ids of another vocabulary",
-                hint="give the --tokenizer that they were made with, or another --redis-namespace",
-            )
-        if self._epoch and epoch != self._epoch:
-            log.error("%s has lost all that it kept: it came back empty", where)
-        self._epoch = epoch
+        reply = await self._run(Script(_CLAIM), key, LAYOUT, self.namespace.model, self.namespace.vocabulary, epoch)
+        self._claimed(*map(_text, reply))
+
+    def _passes(self, error: Exception) -> bool:
+        return _passes(error)
 
 
 async def _sent(work: Awaitable[Any]) -> Any:
@@ -331,7 +232,7 @@ async def _nothing() -> None:
     """What a connection is checked for."""
 
 
-def _client(address: RedisAddress) -> Redis:
+def _client(address: RedisAddress, host: str, port: int) -> Redis:
     try:
         from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection
         from redis.asyncio.retry import Retry
@@ -343,9 +244,9 @@ def _client(address: RedisAddress) -> Redis:
         ) from e
     pool = ConnectionPool(
         connection_class=SSLConnection if address.tls else Connection,
-        host=address.host,
-        port=address.port,
-        db=address.db,
+        host=host,
+        port=port,
+        db=int(address.name),
         username=address.user,
         password=address.password,
         socket_timeout=REPLY_TIMEOUT_S,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.redis.address import PASSWORD_VARIABLE, RedisAddress
-from gateway.redis.durability import SETTINGS, check_role, check_settings, found_in_info
+from gateway.core.addresses import RedisAddress
+from gateway.log.durability import SETTINGS, check_role, check_settings, found_in_info
 from protos.errors import InvalidRequest
 
 DURABLE = {setting.name: setting.wanted for setting in SETTINGS}
@@ -29,7 +29,7 @@ def test_an_address_is_shown_without_its_password(
 
 
 def test_the_password_may_stand_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PASSWORD_VARIABLE, "quiet")
+    monkeypatch.setenv(RedisAddress.PASSWORD_VARIABLE, "quiet")
     assert RedisAddress.parse("redis://host").password == "quiet"
     assert RedisAddress.parse("redis://:loud@host").password == "loud"
 
