@@ -50,6 +50,10 @@ def _has_headers() -> bool:
     return (Path(sysconfig.get_path("include")) / "Python.h").is_file()
 
 
+def _has_postgresql() -> bool:
+    return any(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+
+
 def _has_fonts() -> bool:
     return any(Path("/usr/share/fonts").rglob("*.ttf"))
 
@@ -66,6 +70,7 @@ TESTS = (
     SystemPackage("iptables", "tests of cut links", lambda: _has_command("iptables")),
     SystemPackage("bubblewrap", "the sandbox of `agents-env run code` on older kernels", lambda: _has_command("bwrap")),
     SystemPackage("redis-server", "tests of stores that gateways share", lambda: _has_command("redis-server")),
+    SystemPackage("postgresql", "the same with PostgreSQL", _has_postgresql),
     SystemPackage("libfaketime", "clock steps in `make soak`", _has_faketime),
     SystemPackage("nginx", "the test of the proxy that docs/security.md shows", lambda: _has_command("nginx")),
     SystemPackage("prometheus", "promtool, for tests of the alert rules", lambda: _has_command("promtool")),

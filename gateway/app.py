@@ -36,7 +36,7 @@ from gateway.api.ui import reading
 from gateway.api.ui.feed import Feed
 from gateway.api.ui.routes import add_ui_routes
 from gateway.config import GatewayConfig
-from gateway.core.addresses import RedisAddress
+from gateway.core.addresses import StoreAddress
 from gateway.core.connections import STRANGER_S, Connections
 from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.modes import mode_of
@@ -54,8 +54,8 @@ from gateway.fleet.registrations import Registrations
 from gateway.fleet.text_proxy import TextProxy
 from gateway.log.base import SharedStore
 from gateway.log.gateways import GatewayLog, SharedGateways, of_group
-from gateway.log.redis import RedisStore
 from gateway.log.replicated import shared
+from gateway.log.stores import kind_of
 from gateway.operate.admin_place import AdminPlace, admin_place
 from gateway.operate.status import GatewayStatus
 from gateway.repack.loop import Repacker
@@ -298,17 +298,17 @@ def open_keys(config: GatewayConfig) -> KeyFile | None:
 
 async def _experience_store(config: GatewayConfig, vocabulary: str, stack: AsyncExitStack) -> str | SharedStore:
     """`stack` closes the connection, if there is one."""
-    if not isinstance(config.experience_store, RedisAddress):
+    if not isinstance(config.experience_store, StoreAddress):
         return config.experience_store
-    server = await RedisStore.connect(
+    store = await kind_of(config.experience_store).connect(
         config.experience_store,
         namespace=config.redis_namespace,
         model=config.model,
         vocabulary=vocabulary,
         accept_unchecked=config.redis_unchecked,
     )
-    stack.push_async_callback(server.close)
-    return server
+    stack.push_async_callback(store.close)
+    return store
 
 
 async def open_stores(

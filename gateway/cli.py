@@ -17,7 +17,7 @@ import click
 import uvloop
 
 from gateway.config import GatewayConfig, parse_engine
-from gateway.core.addresses import RedisAddress
+from gateway.core.addresses import StoreAddress
 from protos.errors import InvalidRequest, LaminarError, UnsupportedField
 from protos.findings import report_findings
 from protos.imports import uncollected
@@ -76,24 +76,29 @@ def _stores() -> Mapping[str, StoreKind]:
     return STORES
 
 
-class ExperienceStore(click.ParamType[str | RedisAddress]):
-    """The name of a store that a gateway has alone, or the address of a Redis."""
+class ExperienceStore(click.ParamType[str | StoreAddress]):
+    """The name of a store that a gateway has alone, or the address of one that gateways share."""
 
     name = "store"
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return "|".join([*_stores(), "redis://HOST:PORT/DB"])
+        from gateway.log.stores import SHARED
+
+        return "|".join([*_stores(), *dict.fromkeys(kind.ADDRESS.FORM for kind in SHARED.values())])
 
     def convert(
         self, value: object, param: click.Parameter | None, context: click.Context | None
-    ) -> str | RedisAddress:
+    ) -> str | StoreAddress:
+        from gateway.log.stores import SHARED, parse
+
         if str(value) in _stores():
             return str(value)
         try:
-            return RedisAddress.parse(str(value))
+            return parse(str(value))
         except InvalidRequest as error:
             names = ", ".join(map(repr, _stores()))
-            self.fail(f"it is none of {names}, or the address of a Redis: {error}", param, context)
+            shared = " or a ".join(dict.fromkeys(kind.ADDRESS.KIND for kind in SHARED.values()))
+            self.fail(f"it is none of {names}, or the address of a {shared}: {error}", param, context)
 
 
 class StoreOption(click.Option):

@@ -13,7 +13,7 @@ from typing import Annotated, get_args
 import click
 from msgspec import Meta
 
-from gateway.core.addresses import RedisAddress
+from gateway.core.addresses import StoreAddress
 from gateway.core.fleet.config import FleetConfig
 from gateway.core.networks import Networks
 from gateway.core.placing.text_requests import TextApi
@@ -123,12 +123,13 @@ class GatewayConfig:
         "Where to keep sessions and trajectories for the next start. Without it they are in memory, and lost at exit.",
     ] = None
     experience_store: Annotated[
-        str | RedisAddress,  # a name in `gateway.experience.stores`, which the command line knows
-        "Where finished trajectories wait for the trainer. redis://HOST:PORT/DB: in a Redis, for all gateways that "
-        "name it; its password may stand in LAMINAR_REDIS_PASSWORD.",
+        str | StoreAddress,  # a name in `gateway.experience.stores`, which the command line knows
+        "Where finished trajectories wait for the trainer. An address: in a store for all gateways that name it; its "
+        "password may stand in LAMINAR_REDIS_PASSWORD or LAMINAR_POSTGRES_PASSWORD. Of several hosts, separated by "
+        "commas, the one that takes writes.",
     ] = "database"
     redis_namespace: Annotated[
-        str, Name(), "What this run's keys in the Redis belong to: gateways with the same one share experience."
+        str, Name(), "What this run has in a shared store: gateways with the same one share experience."
     ] = "default"
     redis_unchecked: Annotated[
         bool,

@@ -237,7 +237,10 @@ class SharedExperience:
 
     async def read(self, entries: Sequence[Entry]) -> list[bytes]:
         bodies = [Body(entry.body, parts_in(entry.facts.num_bytes)) for entry in entries]
-        return [found or b"" for found in await self._commands.bodies(bodies)]
+        found = await self._commands.bodies(bodies)
+        if None in found:  # revised or used at another gateway meanwhile, unless it is damaged
+            await self._commands.look()
+        return [body or b"" for body in found]
 
     def is_waiting(self, session_id: str) -> bool:
         return any(found.sending.name == session_id for found in self._waiting.values())

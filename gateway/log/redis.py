@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from typing import Any, TypeVar
 
+from gateway.core.addresses import RedisAddress
 from gateway.log.attempts import WAIT_S
 from gateway.log.base import (
     REPLY_BYTES_MAX,
@@ -97,6 +98,8 @@ class RedisLog:
 
 class RedisStore(RedisServer):
     """A Redis as a store of logs. Implements `gateway.log.base.SharedStore`."""
+
+    ADDRESS = RedisAddress
 
     def log(self, room: str) -> RedisLog:
         return RedisLog(self, room)

@@ -16,13 +16,13 @@ import time
 from pathlib import Path
 
 from gateway.config import EngineSpec, GatewayConfig
-from gateway.core.addresses import RedisAddress
+from gateway.core.addresses import StoreAddress
 from gateway.core.fleet.labels import UNNAMED, is_version, version_of
 from gateway.engines.base import AdapterContext, EngineAdapter, engine_tls
 from gateway.engines.kinds import connect
 from gateway.fleet.registrations import registered
 from gateway.fleet.watcher import PROBE_TEXT, same_ids
-from gateway.log.redis_server import RedisServer
+from gateway.log.stores import kind_of
 from gateway.operate.admin_place import admin_place
 from gateway.store.database import DATABASE_NAME, in_use
 from gateway.store.layout import LAYOUT
@@ -64,8 +64,8 @@ async def examine(config: GatewayConfig) -> list[Finding]:
     codec, found = await asyncio.to_thread(_tokenizer, config)
     found += [_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])]
     found += await asyncio.to_thread(_data, config)
-    if isinstance(config.experience_store, RedisAddress):
-        found.append(await _redis(config.experience_store, config))
+    if isinstance(config.experience_store, StoreAddress):
+        found.append(await _shared(config.experience_store, config))
     found.append(_port(LISTENS, config.host, config.port))
     found.append(await asyncio.to_thread(_access, config))
     found += await asyncio.to_thread(_admin, config)
@@ -153,10 +153,10 @@ def _bound(connection: sqlite3.Connection) -> bool:
     return connection.execute(query).fetchone() is not None
 
 
-async def _redis(address: RedisAddress, config: GatewayConfig) -> Finding:
+async def _shared(address: StoreAddress, config: GatewayConfig) -> Finding:
     what = "shared experience"
     try:
-        unchecked = await RedisServer.examine(address, accept_unchecked=config.redis_unchecked)
+        unchecked = await kind_of(address).examine(address, accept_unchecked=config.redis_unchecked)
     except LaminarError as e:
         return Finding(what, False, e.message, e.hint)
     if unchecked:

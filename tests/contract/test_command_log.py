@@ -9,21 +9,18 @@ from contextlib import AsyncExitStack
 import pytest
 
 from gateway.log.base import BEGIN, PART_BYTES, REPLY_BYTES_MAX, Batch, Body, CommandLog, Logged, Place, parts_of
-from gateway.log.redis import RedisLog
 from protos.errors import NotFound
-from tests.support.redis_servers import connect
+from tests.support.shared_stores import SHARED, connect
 
-STORES = ("redis",)
 WAIT_S = 60.0
 Opener = Callable[[str], CommandLog]
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=SHARED)
 async def opened(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Opener]:
     """Opens the log of a room."""
     async with AsyncExitStack() as stack:
-        server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
-        yield lambda room: RedisLog(server, room)
+        yield (await connect(stack, request, request.param, namespace)).log
 
 
 @pytest.fixture
@@ -76,7 +73,7 @@ async def test_a_batch_is_in_it_once_and_an_older_one_of_its_life_never_comes_af
 
 async def test_a_place_that_it_does_not_have_gets_nothing_and_appends_nothing(log: CommandLog) -> None:
     [one] = await append(log, batch(1, b"one"))
-    for place in (Place(one.position, "b-1-0"), Place((one.position[0], one.position[1] + 7), one.place.mark)):
+    for place in (Place(one.position, "b-1-0"), Place((one.position[0] + 7, one.position[1]), one.place.mark)):
         refused = await log.exchange(place, batch(2, b"two"), wait_s=WAIT_S)
         assert (refused.proven, list(refused.logged)) == (False, [])
     assert [found.command for found in await append(log, batch(2, b"two"), one.place)] == [b"two"]

@@ -19,7 +19,7 @@ from gateway.log.gateways import GatewayLog, SharedGateways
 from gateway.runtime.life import _began, is_over, this_life
 from paramserver.client import EtcdClaims
 from paramserver.membership import EtcdRegistry, MemoryRegistry, MemoryStore
-from tests.support.redis_servers import connect
+from tests.support.shared_stores import SHARED, connect
 
 TTL_S = 60.0
 OVER = {"over"}
@@ -28,11 +28,11 @@ Gateways = Callable[..., ClaimStore]
 """`gateways(name, ttl_s, life)`: the claims of one gateway's life."""
 
 
-@pytest.fixture(params=["memory", "etcd", "redis"])
+@pytest.fixture(params=["memory", "etcd", *SHARED])
 async def gateways(request: pytest.FixtureRequest, namespace: str) -> AsyncIterator[Gateways]:
     async with contextlib.AsyncExitStack() as stack:
-        if request.param == "redis":
-            server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
+        if request.param in SHARED:
+            server = await connect(stack, request, request.param, namespace)
             logs = [GatewayLog(server) for _ in range(4)]
             for log in logs:
                 stack.push_async_callback(log.close)

@@ -31,7 +31,7 @@ from gateway.log.base import Hooks
 from gateway.store import Database
 from protos import packed
 from protos.errors import InvalidRequest, NotFound, Unavailable
-from tests.support.redis_servers import connect
+from tests.support.shared_stores import SHARED, connect
 from tests.unit.gateway_store.disk import Disk, until
 from tests.unit.gateway_store.test_experience import trajectory
 
@@ -47,13 +47,12 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
 Opener = Callable[[], ExperienceStore]
 
 
-@pytest.fixture(params=[*sorted(STORES), "redis"])
+@pytest.fixture(params=[*sorted(STORES), *SHARED])
 async def opener(request: pytest.FixtureRequest, database: Database, namespace: str) -> AsyncIterator[Opener]:
     """Makes a store; each is another life of the gateway."""
     async with contextlib.AsyncExitStack() as stack:
-        if request.param == "redis":
-            server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
-            make = shared_store(database, server)
+        if request.param in SHARED:
+            make = shared_store(database, await connect(stack, request, request.param, namespace))
         else:
             make = own_store(request.param, database)
         yield lambda: make(BufferState(100, 1 << 30), HOOKS)

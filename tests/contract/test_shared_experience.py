@@ -24,7 +24,7 @@ from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity, Unavailable
 from protos.trajectories import Trajectory
 from tests.support.processes import Daemon
-from tests.support.redis_servers import connect
+from tests.support.shared_stores import connect_to
 from tests.unit.gateway_store.disk import until
 from tests.unit.gateway_store.test_experience import names, sample, trajectory
 
@@ -38,7 +38,7 @@ async def opened(tmp_path: Path, namespace: str) -> AsyncIterator[Opener]:
 
         async def opener(url: str, name: str, **bounds: int) -> ExperienceBuffer:
             database = await stack.enter_async_context(Database(tmp_path / name))
-            store = shared_store(database, await connect(stack, url, namespace))
+            store = shared_store(database, await connect_to(stack, url, namespace))
             buffer = ExperienceBuffer(database, store=store, **bounds)
             await buffer.open()
             stack.push_async_callback(buffer.close)
@@ -53,8 +53,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "CLOSE_WAIT_S", 0.0)
 
 
-async def test_readers_of_two_gateways_get_disjoint_batches(shared_redis: str, opened: Opener) -> None:
-    gateways = [await opened(shared_redis, name) for name in "ab"]
+async def test_readers_of_two_gateways_get_disjoint_batches(shared_url: str, opened: Opener) -> None:
+    gateways = [await opened(shared_url, name) for name in "ab"]
     expected = {f"{number}-{n}" for number in range(2) for n in range(40)}
     got: Counter[str] = Counter()
 
@@ -76,9 +76,9 @@ async def test_readers_of_two_gateways_get_disjoint_batches(shared_redis: str, o
 
 
 async def test_an_acknowledgement_is_repeated_and_one_that_came_too_late_is_refused(
-    shared_redis: str, opened: Opener
+    shared_url: str, opened: Opener
 ) -> None:
-    a, b = [await opened(shared_redis, name) for name in "ab"]
+    a, b = [await opened(shared_url, name) for name in "ab"]
     for name in "xy":
         await a.add(trajectory(name))
     lease, _ = await sample(b, "t", trajectories=1, trainer_version=1)
@@ -94,9 +94,9 @@ async def test_an_acknowledgement_is_repeated_and_one_that_came_too_late_is_refu
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 async def test_every_strategy_chooses_as_over_the_gateways_own_database(
-    strategy: Strategy, shared_redis: str, opened: Opener, tmp_path: Path
+    strategy: Strategy, shared_url: str, opened: Opener, tmp_path: Path
 ) -> None:
-    a, b = [await opened(shared_redis, name) for name in "ab"]
+    a, b = [await opened(shared_url, name) for name in "ab"]
     async with Database(tmp_path / "own") as database:
         own = ExperienceBuffer(database)
         await own.open()
@@ -119,8 +119,8 @@ async def test_every_strategy_chooses_as_over_the_gateways_own_database(
         await own.close()
 
 
-async def test_the_bounds_are_those_of_all_gateways_together(shared_redis: str, opened: Opener) -> None:
-    a, b = [await opened(shared_redis, name, capacity=8) for name in "ab"]
+async def test_the_bounds_are_those_of_all_gateways_together(shared_url: str, opened: Opener) -> None:
+    a, b = [await opened(shared_url, name, capacity=8) for name in "ab"]
     await asyncio.gather(*((a, b)[n % 2].add(trajectory(f"s{n}")) for n in range(40)))
     for buffer in (a, b):
         await sample(buffer, "none", session_ids=["no"], trainer_version=1)
@@ -136,9 +136,9 @@ async def test_the_bounds_are_those_of_all_gateways_together(shared_redis: str, 
 
 
 async def test_groups_are_made_of_members_of_both_and_closed_and_dropped_for_both(
-    shared_redis: str, opened: Opener
+    shared_url: str, opened: Opener
 ) -> None:
-    a, b = [await opened(shared_redis, name) for name in "ab"]
+    a, b = [await opened(shared_url, name) for name in "ab"]
     await a.add(trajectory("one", group="g"))
     waiting = asyncio.create_task(sample(a, "t", groups=1, group_size=2, trainer_version=1, wait_s=60))
     await b.add(trajectory("two", group="g"))
@@ -153,9 +153,9 @@ async def test_groups_are_made_of_members_of_both_and_closed_and_dropped_for_bot
 
 
 async def test_a_reward_given_at_another_gateway_is_there_for_all_and_none_after_a_lease(
-    shared_redis: str, opened: Opener
+    shared_url: str, opened: Opener
 ) -> None:
-    a, b = [await opened(shared_redis, name) for name in "ab"]
+    a, b = [await opened(shared_url, name) for name in "ab"]
     await a.add(trajectory("x"))
     better = lambda leaves: [msgspec.structs.replace(leaf, reward=leaf.reward + 1) for leaf in leaves]  # noqa: E731
     await asyncio.gather(*((a, b)[n % 2].revise("x", better) for n in range(10)))
@@ -166,8 +166,8 @@ async def test_a_reward_given_at_another_gateway_is_there_for_all_and_none_after
         await b.revise("x", better)
 
 
-async def test_a_session_of_one_name_at_two_gateways_is_taken_once(shared_redis: str, opened: Opener) -> None:
-    a, b = [await opened(shared_redis, name) for name in "ab"]
+async def test_a_session_of_one_name_at_two_gateways_is_taken_once(shared_url: str, opened: Opener) -> None:
+    a, b = [await opened(shared_url, name) for name in "ab"]
     results = await asyncio.gather(a.add(trajectory("x")), b.add(trajectory("x")), return_exceptions=True)
     assert sorted(type(result).__name__ for result in results) == ["Conflict", "NoneType"]
     assert names(await sample(b, "t", trajectories=9, trainer_version=1)) == ["x"]
@@ -181,9 +181,9 @@ def contents(state: BufferState) -> Any:
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_every_replica_becomes_what_the_redis_has(
-    seed: int, shared_redis: str, opened: Opener, impatient: None
+    seed: int, shared_url: str, opened: Opener, impatient: None
 ) -> None:
-    gateways = [await opened(shared_redis, name, capacity=12) for name in "abc"]
+    gateways = [await opened(shared_url, name, capacity=12) for name in "abc"]
     chooser = random.Random(seed)
     leases: list[str] = []
 
@@ -214,7 +214,7 @@ async def test_every_replica_becomes_what_the_redis_has(
         await asyncio.gather(*(step(number) for number in range(start, start + 6)))
     for buffer in gateways:
         await buffer._store._deliveries.close()  # what has no room is not sent again
-    fresh = await opened(shared_redis, "fresh", capacity=12)
+    fresh = await opened(shared_url, "fresh", capacity=12)
     for _ in range(2):  # the first round may find leases that ended
         for buffer in (*gateways, fresh):
             await buffer._store.look()
@@ -223,10 +223,10 @@ async def test_every_replica_becomes_what_the_redis_has(
 
 
 async def test_one_that_is_far_behind_reads_everything_anew(
-    shared_redis: str, opened: Opener, monkeypatch: pytest.MonkeyPatch
+    shared_url: str, opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicated, "SNAPSHOT_COMMANDS", 2)
-    a, b = [await opened(shared_redis, name) for name in "ab"]
+    a, b = [await opened(shared_url, name) for name in "ab"]
     await b._store._commands._loops.close()  # it follows nothing meanwhile
     for n in range(5):
         await a.add(trajectory(f"s{n}"))
@@ -289,7 +289,7 @@ async def test_what_waited_at_the_end_of_a_gateway_is_sent_by_its_next_life(
     daemon = redis_servers()
     url = daemon.ready["url"]
     async with contextlib.AsyncExitStack() as stack, Database(tmp_path / "a") as database:
-        store = shared_store(database, await connect(stack, url, namespace))
+        store = shared_store(database, await connect_to(stack, url, namespace))
         first = ExperienceBuffer(database, store=store)
         await first.open()
         daemon.kill()
@@ -299,7 +299,7 @@ async def test_what_waited_at_the_end_of_a_gateway_is_sent_by_its_next_life(
         await first.close()
     redis_servers()
     async with contextlib.AsyncExitStack() as stack, Database(tmp_path / "a") as database:
-        store = shared_store(database, await connect(stack, url, namespace))
+        store = shared_store(database, await connect_to(stack, url, namespace))
         again = ExperienceBuffer(database, store=store)
         await again.open()
         got = await sample(again, "t", trajectories=3, trainer_version=1, wait_s=60, whole=True)
@@ -308,9 +308,9 @@ async def test_what_waited_at_the_end_of_a_gateway_is_sent_by_its_next_life(
 
 
 async def test_a_lease_whose_reply_was_lost_is_given_back(
-    shared_redis: str, opened: Opener, monkeypatch: pytest.MonkeyPatch
+    shared_url: str, opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a = await opened(shared_redis, "a")
+    a = await opened(shared_url, "a")
     await a.add(trajectory("x"))
     log = a._store._commands._log
     real, lost = log.exchange, [False]
@@ -344,8 +344,8 @@ async def test_a_lease_that_cannot_be_given_back_now_is_given_back_later(
     assert names(await sample(a, "t", trajectories=1, trainer_version=1, wait_s=60)) == ["x"]
 
 
-async def test_two_gateways_never_lease_under_one_name(shared_redis: str, opened: Opener) -> None:
-    a, b = [await opened(shared_redis, name) for name in "ab"]
+async def test_two_gateways_never_lease_under_one_name(shared_url: str, opened: Opener) -> None:
+    a, b = [await opened(shared_url, name) for name in "ab"]
     for name in "xy":
         await a.add(trajectory(name))
     results = await asyncio.gather(
@@ -364,9 +364,9 @@ async def damage(buffer: ExperienceBuffer, session_id: str) -> None:
 
 
 async def test_a_body_that_does_not_decode_is_left_out_and_costs_itself_alone(
-    shared_redis: str, opened: Opener, caplog: pytest.LogCaptureFixture
+    shared_url: str, opened: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a, b = [await opened(shared_redis, name) for name in "ab"]
+    a, b = [await opened(shared_url, name) for name in "ab"]
     for name in "xy":
         await a.add(trajectory(name))
     await damage(a, "x")
@@ -377,9 +377,9 @@ async def test_a_body_that_does_not_decode_is_left_out_and_costs_itself_alone(
 
 
 async def test_a_sample_whose_only_body_does_not_decode_waits_for_others(
-    shared_redis: str, opened: Opener, caplog: pytest.LogCaptureFixture
+    shared_url: str, opened: Opener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a = await opened(shared_redis, "a")
+    a = await opened(shared_url, "a")
     await a.add(trajectory("x"))
     await damage(a, "x")
     waiting = asyncio.create_task(sample(a, "t", trajectories=1, trainer_version=1, wait_s=60.0, lease_id="mine"))
@@ -393,8 +393,8 @@ def evaluation() -> Trajectory:
     return trajectory("e", split="eval")
 
 
-async def test_what_every_buffer_refuses_is_refused_here(shared_redis: str, opened: Opener) -> None:
-    a = await opened(shared_redis, "a")
+async def test_what_every_buffer_refuses_is_refused_here(shared_url: str, opened: Opener) -> None:
+    a = await opened(shared_url, "a")
     with pytest.raises(ValueError, match="evaluation"):
         await a.add(evaluation())
     with pytest.raises(InvalidRequest, match="one of"):

@@ -24,6 +24,7 @@ from gateway.app import Gateway, start
 from gateway.core.addresses import RedisAddress
 from gateway.core.claims import DropClaims
 from gateway.fleet import claims, fleet, registrations
+from gateway.log.stores import parse
 from gateway.runtime.life import this_life
 from paramserver.client import RegisteredEngine
 from paramserver.core import view as keys
@@ -53,8 +54,8 @@ def _directories(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def store(shared_redis: str, namespace: str) -> dict[str, Any]:
-    return {"experience_store": RedisAddress.parse(shared_redis), "redis_namespace": namespace}
+def store(shared_url: str, namespace: str) -> dict[str, Any]:
+    return {"experience_store": parse(shared_url), "redis_namespace": namespace}
 
 
 @pytest.fixture

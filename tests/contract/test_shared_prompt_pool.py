@@ -18,18 +18,17 @@ from gateway.store import Database
 from gateway.tasks import PromptPool, rows
 from protos.errors import Conflict, NotFound, OutOfCapacity, Unavailable
 from tests.support.processes import Daemon
-from tests.support.redis_servers import connect
+from tests.support.shared_stores import connect_to, length
 
 P = "default"
 WAIT_S = 60.0
-LENGTH = Script("return redis.call('XLEN', KEYS[1] .. ':log')")
 
 
 @asynccontextmanager
 async def opened(url: str, namespace: str, **options: int) -> AsyncIterator[PromptPool]:
     """A gateway's pool."""
     async with AsyncExitStack() as stack:
-        server = await connect(stack, url, namespace)
+        server = await connect_to(stack, url, namespace)
         replica = await stack.enter_async_context(Database(None))
         pool = PromptPool(replica, order=replicated.shared(server, "tasks"), **options)
         stack.push_async_callback(pool.close)
@@ -38,8 +37,8 @@ async def opened(url: str, namespace: str, **options: int) -> AsyncIterator[Prom
 
 
 @pytest.fixture
-async def pools(shared_redis: str, namespace: str) -> AsyncIterator[tuple[PromptPool, PromptPool]]:
-    async with opened(shared_redis, namespace) as one, opened(shared_redis, namespace) as other:
+async def pools(shared_url: str, namespace: str) -> AsyncIterator[tuple[PromptPool, PromptPool]]:
+    async with opened(shared_url, namespace) as one, opened(shared_url, namespace) as other:
         yield one, other
 
 
@@ -81,7 +80,7 @@ async def test_what_one_adds_another_leases_and_a_third_finishes(
 
 
 async def test_errors_are_the_callers_alone_and_change_nothing(
-    pools: tuple[PromptPool, PromptPool], shared_redis: str, namespace: str
+    pools: tuple[PromptPool, PromptPool], shared_url: str, namespace: str
 ) -> None:
     one, other = pools
     with pytest.raises(NotFound):
@@ -91,7 +90,7 @@ async def test_errors_are_the_callers_alone_and_change_nothing(
     await one.finish(lease.lease_id, 1.0)
     with pytest.raises(Conflict):
         await other.fail(lease.lease_id, "later")
-    async with opened(shared_redis, namespace, tasks_max=2) as small:
+    async with opened(shared_url, namespace, tasks_max=2) as small:
         with pytest.raises(OutOfCapacity):
             await small.add(P, [task("b"), task("c")])
         assert (await small.counts(P)).tasks == 1
@@ -119,9 +118,9 @@ async def test_who_waits_gets_what_another_gateway_adds_or_what_a_dead_runner_ha
     assert other.statistics().expired == 1
 
 
-async def test_runners_at_three_gateways_do_each_sample_once(shared_redis: str, namespace: str) -> None:
+async def test_runners_at_three_gateways_do_each_sample_once(shared_url: str, namespace: str) -> None:
     async with AsyncExitStack() as stack:
-        three = [await stack.enter_async_context(opened(shared_redis, namespace)) for _ in range(3)]
+        three = [await stack.enter_async_context(opened(shared_url, namespace)) for _ in range(3)]
         await three[0].add(P, [task(f"t{i}", group_size=2, repeats=2) for i in range(40)])
         done: Counter[tuple[str, int, int]] = Counter()
 
@@ -138,15 +137,15 @@ async def test_runners_at_three_gateways_do_each_sample_once(shared_redis: str, 
 
 
 async def test_a_gateway_that_starts_reads_a_snapshot_and_the_commands_behind_it(
-    shared_redis: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+    shared_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicated, "SNAPSHOT_COMMANDS", 20)
-    async with opened(shared_redis, namespace) as one:
+    async with opened(shared_url, namespace) as one:
         for number in range(70):
             await one.add(P, [task(f"t{number}")])
         [lease] = await take(one)
-        assert await one._commands._store.call(LENGTH, "tasks") < 60, "what older snapshots have is not kept twice"
-        async with opened(shared_redis, namespace) as late:
+        assert await length(one._commands._log) < 60, "what older snapshots have is not kept twice"
+        async with opened(shared_url, namespace) as late:
             await alike(one, late)
             assert (late.statistics().tasks, late.statistics().leases) == (70, 1)
             await late.finish(lease.lease_id, 1.0)
@@ -155,10 +154,10 @@ async def test_a_gateway_that_starts_reads_a_snapshot_and_the_commands_behind_it
 
 
 async def test_one_that_fell_far_behind_reads_all_anew(
-    shared_redis: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+    shared_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicated, "SNAPSHOT_COMMANDS", 5)
-    async with opened(shared_redis, namespace) as one, opened(shared_redis, namespace) as slow:
+    async with opened(shared_url, namespace) as one, opened(shared_url, namespace) as slow:
         await slow._commands._loops.close()  # it stands still
         for number in range(20):
             await one.add(P, [task(f"t{number}")])
@@ -198,9 +197,9 @@ async def until_served(pool: PromptPool, lease: TaskLease) -> None:
             return
 
 
-async def test_a_gateway_that_dies_loses_nothing_and_its_samples_come_back(shared_redis: str, namespace: str) -> None:
-    async with opened(shared_redis, namespace) as one:
-        async with opened(shared_redis, namespace) as dying:
+async def test_a_gateway_that_dies_loses_nothing_and_its_samples_come_back(shared_url: str, namespace: str) -> None:
+    async with opened(shared_url, namespace) as one:
+        async with opened(shared_url, namespace) as dying:
             await dying.add(P, [task("a"), task("b")])
             [held] = await take(dying, lease_s=0.5)
             await dying._commands._loops.close()  # no answer, no farewell: as kill -9 leaves it

@@ -38,7 +38,7 @@ from gateway.store import Database
 from protos.errors import Conflict, InvalidRequest, NotFound, OutOfCapacity
 from protos.packed import Facts
 from protos.trajectories import Segment, Trajectory
-from tests.support.redis_servers import connect
+from tests.support.shared_stores import SHARED, connect
 from tests.unit.gateway_store.disk import until
 
 
@@ -75,13 +75,13 @@ def trajectory(name: str, version: int = 1, group: str = "g", split: str = "trai
     )
 
 
-@pytest.fixture(params=[*sorted(STORES), "redis"])
+@pytest.fixture(params=[*sorted(STORES), *SHARED])
 async def buffer(request: pytest.FixtureRequest, tmp_path: Path, namespace: str) -> AsyncIterator[ExperienceBuffer]:
     async with contextlib.AsyncExitStack() as stack:
         database = await stack.enter_async_context(Database(tmp_path / "db"))
-        if request.param == "redis":
-            server = await connect(stack, request.getfixturevalue("shared_redis"), namespace)
-            buffer = ExperienceBuffer(database, store=shared_store(database, server), capacity=4)
+        if request.param in SHARED:
+            shared = await connect(stack, request, request.param, namespace)
+            buffer = ExperienceBuffer(database, store=shared_store(database, shared), capacity=4)
         else:
             buffer = ExperienceBuffer(database, store=request.param, capacity=4)
         await buffer.open()
