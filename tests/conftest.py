@@ -30,6 +30,7 @@ pytest_plugins = [
     "tests.support.postgres_servers",
     "tests.support.redis_servers",
     "tests.support.shared_stores",
+    "tests.support.standby_pairs",
     "tests.support.relays",
     "tests.support.shared_cas",
     "tests.support.unretrieved",

@@ -28,17 +28,20 @@ function operations.exchange(id, mark, most, life, number, needs, ...)
     local proven, words, sent = at(id) == mark, {...}, P .. ':sent:' .. life
     needs = tonumber(needs)
     if id == '0-0' then proven = field('trimmed', id) == id end
-    if proven and #words > 0 and tonumber(redis.call('GET', sent) or '0') < tonumber(number) then
-        for i = 1, needs, 2 do
+    if proven and #words > 0 then
+        local newest = tonumber(redis.call('GET', sent) or '0')
+        local new = tonumber(number) > newest
+        for i = 1, new and needs or 0, 2 do
             if redis.call('HLEN', P .. ':body:' .. words[i]) ~= tonumber(words[i + 1]) then return {words[i]} end
         end
-        for i = needs + 1, #words do
+        for i = needs + 1, new and #words or 0 do
             local where = i - needs - 1
-            local new = redis.call('XADD', LOG, '*', 'life', life, 'number', number, 'at', where, 'command', words[i])
-            redis.call('HSET', STATE, 'last', new)
+            local id = redis.call('XADD', LOG, '*', 'life', life, 'number', number, 'at', where, 'command', words[i])
+            redis.call('HSET', STATE, 'last', id)
         end
-        redis.call('HINCRBY', STATE, 'since', #words - needs)
-        redis.call('SET', sent, number, 'EX', SENT_S)
+        if new then redis.call('HINCRBY', STATE, 'since', #words - needs) end
+        -- Also a batch that is there already writes, so that WAIT behind it waits for the batch.
+        redis.call('SET', sent, new and number or newest, 'EX', SENT_S)
     end
     local found, bytes = {}, 0
     for _, entry in ipairs(proven and redis.call('XRANGE', LOG, '(' .. id, '+', 'COUNT', COUNT) or {}) do

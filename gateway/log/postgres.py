@@ -350,9 +350,8 @@ class PostgresStore(Attempts):
         if isinstance(error, asyncpg.PostgresError):
             state = error.sqlstate or ""
             return state[:2] in _PASSING or state == _READ_ONLY
-        return isinstance(
-            error, OSError | TimeoutError | asyncpg.InterfaceError | asyncpg.TargetServerAttributeNotMatched
-        )
+        # An InternalClientError is of a connection whose command was cut, or of hosts none of which takes writes.
+        return isinstance(error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError)
 
 
 async def _nothing(connection: object) -> None:

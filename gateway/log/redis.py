@@ -43,7 +43,9 @@ class RedisLog:
         needs = [word for body in batch.needs for word in (body.name, body.num_parts)]
         words = (*needs, *batch.commands)
         where = _text(place.position), place.mark, REPLY_BYTES_MAX
-        found = await self._call("exchange", *where, batch.life, batch.number, len(needs), *words, wait_s=wait_s)
+        found = await self._call(
+            "exchange", *where, batch.life, batch.number, len(needs), *words, wait_s=wait_s, confirm=bool(words)
+        )
         if len(found) == 1:
             raise NotFound(f"body {found[0].decode()!r} is not there, or not whole", hint="put it again")
         proven, last, since, (seconds, micros), entries = found
@@ -92,8 +94,10 @@ class RedisLog:
     def _key(self, name: str) -> str:
         return f"{self._prefix}:body:{name}"
 
-    async def _call(self, operation: str, *arguments: str | bytes | int, wait_s: float = WAIT_S) -> Any:
-        return await self._server.call(SCRIPT, self._room, operation, *arguments, wait_s=wait_s)
+    async def _call(
+        self, operation: str, *arguments: str | bytes | int, wait_s: float = WAIT_S, confirm: bool = False
+    ) -> Any:
+        return await self._server.call(SCRIPT, self._room, operation, *arguments, wait_s=wait_s, confirm=confirm)
 
 
 class RedisStore(RedisServer):

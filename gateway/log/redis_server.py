@@ -32,6 +32,9 @@ Words = tuple[str | bytes | int, ...]
 CONNECTIONS_MAX = 16
 REPLY_TIMEOUT_S = 5.0
 """For one reply; a Redis that is silent for longer is treated as one that went away."""
+CONFIRM_MS = 1000
+"""How long a write waits for a replica before it is sent again."""
+
 _CLAIM = """
 local found = redis.call('HMGET', KEYS[1], 'layout', 'model', 'vocabulary', 'epoch')
 if found[1] then return found end
@@ -45,6 +48,10 @@ _CLOSED = "the handler is closed"
 
 _PASSING = frozenset({"MISCONF", "NOREPLICAS", "BUSY", "UNKILLABLE"})
 """Codes of replies that speak of Redis' state, not of the command, and that the package has no class for."""
+
+
+class Unconfirmed(OSError):
+    """It is written at this primary alone, which a failover may lose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,8 @@ class RedisServer(Attempts):
         self._clients = [_client(address, *host) for host in address.hosts]
         self._client = self._clients[0]
         self._connections = asyncio.Semaphore(CONNECTIONS_MAX)  # further calls wait for one
+        self._run_id: str | None = None  # of the process that was checked last
+        self._replicated = False  # it has had a replica
 
     @classmethod
     async def connect(
@@ -100,12 +109,17 @@ class RedisServer(Attempts):
         """Of the room's keys. In braces, so that a proxy or a cluster keeps a namespace's keys together."""
         return f"{{laminar:{self.namespace.name}}}:{room}"
 
-    async def call(self, script: Script, room: str, *arguments: str | bytes | int, wait_s: float = WAIT_S) -> Any:
+    async def call(
+        self, script: Script, room: str, *arguments: str | bytes | int, wait_s: float = WAIT_S, confirm: bool = False
+    ) -> Any:
         """The script's reply, with strings as bytes. Repeated while Redis is away, for `wait_s` at most (0: one
-        attempt); then Unavailable."""
+        attempt); then Unavailable.
+
+        `confirm`: the script writes, and returns once a replica has that, where this primary has had one. A primary
+        whose replica is gone confirms nothing any more: it may be the one that a failover has left behind."""
 
         async def run() -> Any:
-            return await self._run(script, self.prefix(room), *arguments)
+            return await self._run(script, self.prefix(room), *arguments, confirm=confirm)
 
         return await self.attempt(run, wait_s)
 
@@ -118,18 +132,33 @@ class RedisServer(Attempts):
 
         return await self.attempt(run, wait_s) if commands else []
 
-    async def _run(self, script: Script, *arguments: str | bytes | int) -> Any:
+    async def _run(self, script: Script, *arguments: str | bytes | int, confirm: bool = False) -> Any:
         from redis.exceptions import NoScriptError
 
         key, *rest = arguments
         async with self._connections:
             try:
-                return await self._command("EVALSHA", script.sha, 1, key, *rest)
+                return await self._confirmed(("EVALSHA", script.sha, 1, key, *rest), confirm=confirm)
             except NoScriptError:  # a new Redis, or one that was restarted: this loads it, too
-                return await self._command("EVAL", script.text, 1, key, *rest)
+                return await self._confirmed(("EVAL", script.text, 1, key, *rest), confirm=confirm)
+
+    async def _confirmed(self, words: Words, *, confirm: bool) -> Any:
+        """WAIT counts the replicas that have what was written on its own connection."""
+        if not confirm:
+            return await self._command(*words)
+        wanted = int(self._replicated)
+        found, replicas = await self._sent_together([words, ("WAIT", wanted, wanted * CONFIRM_MS)])
+        if replicas < wanted:
+            raise Unconfirmed(f"no replica has confirmed it within {CONFIRM_MS / 1000:g} s")
+        self._replicated |= replicas > 0
+        return found
 
     async def _send(self, commands: Sequence[Words]) -> list[Any]:
-        async with self._connections, self._client.pipeline(transaction=False) as pipeline:
+        async with self._connections:
+            return await self._sent_together(commands)
+
+    async def _sent_together(self, commands: Sequence[Words]) -> list[Any]:
+        async with self._client.pipeline(transaction=False) as pipeline:
             for words in commands:
                 pipeline.execute_command(*words)
             found: list[Any] = await _sent(pipeline.execute(raise_on_error=False))
@@ -175,6 +204,9 @@ class RedisServer(Attempts):
         info = await _sent(self._client.info())
         where = str(self.address)
         check_role(where, info)
+        if info.get("run_id") != self._run_id:
+            self._run_id, self._replicated = info.get("run_id"), False
+        self._replicated |= info.get("connected_slaves", 0) > 0
         found = found_in_info(info)
         forbidden = await self._read_settings(found)
         self._unchecked = check_settings(where, found, accept_unchecked=self._accept_unchecked, forbidden=forbidden)
