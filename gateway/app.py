@@ -36,14 +36,14 @@ from gateway.api.ui import reading
 from gateway.api.ui.feed import Feed
 from gateway.api.ui.routes import add_ui_routes
 from gateway.config import GatewayConfig
-from gateway.core.addresses import StoreAddress
+from gateway.core.addresses import RedisAddress, StoreAddress
 from gateway.core.connections import STRANGER_S, Connections
 from gateway.core.fleet.machine import FleetMachine
 from gateway.core.fleet.modes import mode_of
 from gateway.core.fleet.state import FleetState
 from gateway.core.packing.lengths import SessionDurations
 from gateway.engines.base import AdapterContext
-from gateway.experience import ExperienceBuffer
+from gateway.experience import ExperienceBuffer, layout_1
 from gateway.experience.buffer import BYTES_MAX, CAPACITY
 from gateway.experience.readers import ReaderStore
 from gateway.experience.shared import shared_store
@@ -52,6 +52,7 @@ from gateway.fleet.claims import TTL_S, ClaimStore
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.registrations import Registrations
 from gateway.fleet.text_proxy import TextProxy
+from gateway.log.attempts import Namespace
 from gateway.log.base import SharedStore
 from gateway.log.gateways import GatewayLog, SharedGateways, of_group
 from gateway.log.replicated import shared
@@ -300,6 +301,9 @@ async def _experience_store(config: GatewayConfig, vocabulary: str, stack: Async
     """`stack` closes the connection, if there is one."""
     if not isinstance(config.experience_store, StoreAddress):
         return config.experience_store
+    address, namespace = config.experience_store, Namespace(config.redis_namespace, config.model, vocabulary)
+    if isinstance(address, RedisAddress):
+        await layout_1.migrate(address, namespace, accept_unchecked=config.redis_unchecked)
     store = await kind_of(config.experience_store).connect(
         config.experience_store,
         namespace=config.redis_namespace,
