@@ -60,12 +60,14 @@ def parts_of(content: bytes) -> list[bytes]:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """It is in the log once, however often it is sent: of one `life`, a batch whose number is not above the newest
-    one's is not appended. `needs`: bodies that have to be there, or nothing is appended."""
+    one's is not appended. `along`: bodies that are put first, in the same round trip: few bytes. `needs`: bodies that
+    have to be there then, or nothing is appended."""
 
     life: str
     number: int
     commands: Sequence[bytes] = ()
     needs: Sequence[Body] = ()
+    along: Sequence[tuple[Body, bytes]] = ()
 
 
 @dataclass(frozen=True, slots=True)

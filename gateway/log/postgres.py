@@ -69,6 +69,10 @@ SENT_S = 86_400.0
 """How long the number of a life's newest batch is kept."""
 
 _NOW = "extract(epoch FROM clock_timestamp())::float8"
+_PUT = """
+INSERT INTO laminar_bodies VALUES ($1,$2,$3,$4,$5)
+ON CONFLICT (namespace, room, name, part) DO UPDATE SET content=excluded.content
+"""
 _ENTRIES = """
 SELECT position, unix_s, life, number, at, command FROM (
     SELECT *, sum(length(command)) OVER (ORDER BY position) AS bytes FROM (
@@ -122,6 +126,8 @@ class PostgresLog:
         read = "SELECT number FROM laminar_sent WHERE namespace=$1 AND room=$2 AND life=$3"
         before = await connection.fetchval(read, *self._key, batch.life) or 0
         if before < batch.number:
+            if batch.along:
+                await connection.executemany(_PUT, [row for body in batch.along for row in self._rows(*body)])
             await self._refuse_missing(connection, batch.needs)
             rows = [
                 (*self._key, last + number, now, batch.life, batch.number, number - 1, command)
@@ -148,20 +154,19 @@ class PostgresLog:
                 raise NotFound(f"body {body.name!r} is not there, or not whole", hint="put it again")
 
     async def put(self, body: Body, content: bytes, *, wait_s: float) -> None:
-        write = (
-            "INSERT INTO laminar_bodies VALUES ($1,$2,$3,$4,$5) "
-            "ON CONFLICT (namespace, room, name, part) DO UPDATE SET content=excluded.content"
-        )
-        rows = [(*self._key, body.name, number, part) for number, part in enumerate(parts_of(content))]
+        rows = self._rows(body, content)
 
         async def run(connection: Any, some: Sequence[Any]) -> None:
             async with connection.transaction():
                 await connection.execute("SET LOCAL synchronous_commit = off")
-                await connection.executemany(write, some)
+                await connection.executemany(_PUT, some)
 
         for at in range(0, len(rows), PARTS_AT_ONCE):
             some = rows[at : at + PARTS_AT_ONCE]
             await self._run(lambda connection, some=some: run(connection, some), wait_s)  # type: ignore[misc]
+
+    def _rows(self, body: Body, content: bytes) -> list[tuple[str, str, str, int, bytes]]:
+        return [(*self._key, body.name, number, part) for number, part in enumerate(parts_of(content))]
 
     async def read(self, bodies: Sequence[Body], *, wait_s: float) -> list[bytes | None]:
         wanted = [(body.name, number) for body in bodies for number in range(body.num_parts)]

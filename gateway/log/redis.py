@@ -7,7 +7,6 @@ from importlib.resources import files
 from typing import Any, TypeVar
 
 from gateway.core.addresses import RedisAddress
-from gateway.log.attempts import WAIT_S
 from gateway.log.base import (
     REPLY_BYTES_MAX,
     Batch,
@@ -43,8 +42,17 @@ class RedisLog:
         needs = [word for body in batch.needs for word in (body.name, body.num_parts)]
         words = (*needs, *batch.commands)
         where = _text(place.position), place.mark, REPLY_BYTES_MAX
+        before = [words for body, content in batch.along for words in self._puts(body, content)]
         found = await self._call(
-            "exchange", *where, batch.life, batch.number, len(needs), *words, wait_s=wait_s, confirm=bool(words)
+            "exchange",
+            *where,
+            batch.life,
+            batch.number,
+            len(needs),
+            *words,
+            wait_s=wait_s,
+            confirm=bool(words),
+            before=before,
         )
         if len(found) == 1:
             raise NotFound(f"body {found[0].decode()!r} is not there, or not whole", hint="put it again")
@@ -53,9 +61,11 @@ class RedisLog:
         return Exchanged(bool(proven), _position(last), since, int(seconds) + int(micros) / 1e6, logged)
 
     async def put(self, body: Body, content: bytes, *, wait_s: float) -> None:
-        key = self._key(body.name)
-        for some in _batches(list(enumerate(parts_of(content))), PUT_AT_ONCE):
-            await self._server.send(*(("HSET", key, number, part) for number, part in some), wait_s=wait_s)
+        for some in _batches(self._puts(body, content), PUT_AT_ONCE):
+            await self._server.send(*some, wait_s=wait_s)
+
+    def _puts(self, body: Body, content: bytes) -> list[Words]:
+        return [("HSET", self._key(body.name), number, part) for number, part in enumerate(parts_of(content))]
 
     async def read(self, bodies: Sequence[Body], *, wait_s: float) -> list[bytes | None]:
         wanted = [(body.name, number) for body in bodies for number in range(body.num_parts)]
@@ -94,10 +104,8 @@ class RedisLog:
     def _key(self, name: str) -> str:
         return f"{self._prefix}:body:{name}"
 
-    async def _call(
-        self, operation: str, *arguments: str | bytes | int, wait_s: float = WAIT_S, confirm: bool = False
-    ) -> Any:
-        return await self._server.call(SCRIPT, self._room, operation, *arguments, wait_s=wait_s, confirm=confirm)
+    async def _call(self, operation: str, *arguments: str | bytes | int, **options: Any) -> Any:
+        return await self._server.call(SCRIPT, self._room, operation, *arguments, **options)
 
 
 class RedisStore(RedisServer):

@@ -23,6 +23,7 @@ from protos.extras import install
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+    from redis.asyncio.connection import AbstractConnection
 
 log = logging.getLogger(__name__)
 
@@ -110,16 +111,22 @@ class RedisServer(Attempts):
         return f"{{laminar:{self.namespace.name}}}:{room}"
 
     async def call(
-        self, script: Script, room: str, *arguments: str | bytes | int, wait_s: float = WAIT_S, confirm: bool = False
+        self,
+        script: Script,
+        room: str,
+        *arguments: str | bytes | int,
+        wait_s: float = WAIT_S,
+        confirm: bool = False,
+        before: Sequence[Words] = (),
     ) -> Any:
         """The script's reply, with strings as bytes. Repeated while Redis is away, for `wait_s` at most (0: one
-        attempt); then Unavailable.
+        attempt); then Unavailable. `before`: idempotent commands that are sent before it, over the same connection.
 
         `confirm`: the script writes, and returns once a replica has that, where this primary has had one. A primary
         whose replica is gone confirms nothing any more: it may be the one that a failover has left behind."""
 
         async def run() -> Any:
-            return await self._run(script, self.prefix(room), *arguments, confirm=confirm)
+            return await self._run(script, self.prefix(room), *arguments, confirm=confirm, before=before)
 
         return await self.attempt(run, wait_s)
 
@@ -132,22 +139,24 @@ class RedisServer(Attempts):
 
         return await self.attempt(run, wait_s) if commands else []
 
-    async def _run(self, script: Script, *arguments: str | bytes | int, confirm: bool = False) -> Any:
+    async def _run(
+        self, script: Script, *arguments: str | bytes | int, confirm: bool = False, before: Sequence[Words] = ()
+    ) -> Any:
         from redis.exceptions import NoScriptError
 
         key, *rest = arguments
         async with self._connections:
             try:
-                return await self._confirmed(("EVALSHA", script.sha, 1, key, *rest), confirm=confirm)
+                return await self._confirmed([*before, ("EVALSHA", script.sha, 1, key, *rest)], confirm=confirm)
             except NoScriptError:  # a new Redis, or one that was restarted: this loads it, too
-                return await self._confirmed(("EVAL", script.text, 1, key, *rest), confirm=confirm)
+                return await self._confirmed([*before, ("EVAL", script.text, 1, key, *rest)], confirm=confirm)
 
-    async def _confirmed(self, words: Words, *, confirm: bool) -> Any:
-        """WAIT counts the replicas that have what was written on its own connection."""
-        if not confirm:
-            return await self._command(*words)
+    async def _confirmed(self, commands: Sequence[Words], *, confirm: bool) -> Any:
+        """The last one's reply. WAIT counts the replicas that have what was written on its own connection."""
+        if not confirm and len(commands) == 1:
+            return await self._command(*commands[0])
         wanted = int(self._replicated)
-        found, replicas = await self._sent_together([words, ("WAIT", wanted, wanted * CONFIRM_MS)])
+        *_, found, replicas = await self._sent_together([*commands, ("WAIT", wanted, wanted * CONFIRM_MS)])
         if replicas < wanted:
             raise Unconfirmed(f"no replica has confirmed it within {CONFIRM_MS / 1000:g} s")
         self._replicated |= replicas > 0
@@ -158,10 +167,12 @@ class RedisServer(Attempts):
             return await self._sent_together(commands)
 
     async def _sent_together(self, commands: Sequence[Words]) -> list[Any]:
-        async with self._client.pipeline(transaction=False) as pipeline:
-            for words in commands:
-                pipeline.execute_command(*words)
-            found: list[Any] = await _sent(pipeline.execute(raise_on_error=False))
+        pool = self._client.connection_pool
+        connection = await _sent(pool.get_connection())  # type: ignore[no-untyped-call]
+        try:
+            found: list[Any] = await _sent(_replies(connection, commands))
+        finally:
+            await pool.release(connection)
         for reply in found:
             if isinstance(reply, Exception):
                 raise reply
@@ -206,7 +217,8 @@ class RedisServer(Attempts):
         check_role(where, info)
         if info.get("run_id") != self._run_id:
             self._run_id, self._replicated = info.get("run_id"), False
-        self._replicated |= info.get("connected_slaves", 0) > 0
+        replicas = (value for name, value in info.items() if name.startswith("slave") and isinstance(value, dict))
+        self._replicated |= any(replica.get("state") == "online" for replica in replicas)
         found = found_in_info(info)
         forbidden = await self._read_settings(found)
         self._unchecked = check_settings(where, found, accept_unchecked=self._accept_unchecked, forbidden=forbidden)
@@ -258,6 +270,24 @@ async def _sent(work: Awaitable[Any]) -> Any:
     finally:
         if task is not None and task.cancelling() > before:
             raise asyncio.CancelledError
+
+
+async def _replies(connection: AbstractConnection, commands: Sequence[Words]) -> list[Any]:
+    """Errors that are replies stand among them. A connection that has not read all is closed."""
+    from redis.exceptions import ResponseError
+
+    found: list[Any] = []
+    try:
+        await connection.send_packed_command(connection.pack_commands(commands))
+        for _ in commands:
+            try:
+                found.append(await connection.read_response())
+            except ResponseError as e:
+                found.append(e)
+        return found
+    finally:
+        if len(found) < len(commands):
+            await connection.disconnect(nowait=True)
 
 
 async def _nothing() -> None:

@@ -58,6 +58,8 @@ CLOSE_WAIT_S = 2.0
 BATCH_MAX = 64
 BATCH_BYTES_MAX = 64 << 20
 """Sent at once: the store syncs once for all that come together."""
+ALONG_BYTES_MAX = 256 << 10
+"""Of bodies that are sent together with the commands that name them."""
 WAITING_MAX = 4096
 OWED_MAX = 1024
 """Owed without a caller; of further leases that nobody has, each ends by its own time."""
@@ -251,23 +253,25 @@ class Replicated:
         raise Unavailable(f"{self._name} is replaced all the time at {self._store.address}", hint="try again")
 
     async def _batch(self, sent: Sequence[_Waiting], wait_s: float) -> Batch:
-        """Puts what the commands need, too."""
+        """With what the commands need: few bytes go along, and more are put before."""
         commands: list[bytes] = []
-        needs: list[Body] = []
+        bodies: list[tuple[Body, bytes]] = []
         for waiting in sent:
             if waiting.content is not None:
-                needs.append(await self._put("b", waiting.content, wait_s))
-                waiting.command = msgspec.structs.replace(waiting.command, body=needs[-1].name)
+                bodies.append((self._body("b", waiting.content), waiting.content))
+                waiting.command = msgspec.structs.replace(waiting.command, body=bodies[-1][0].name)
             commands.append(msgspec.msgpack.encode(waiting.command))
             if len(commands[-1]) > REPLY_BYTES_MAX // 2:
-                needs.append(await self._put("c", commands[-1], wait_s))
-                commands[-1] = msgspec.msgpack.encode((needs[-1].name, needs[-1].num_parts))
+                bodies.append((self._body("c", commands[-1]), commands[-1]))
+                commands[-1] = msgspec.msgpack.encode((bodies[-1][0].name, bodies[-1][0].num_parts))
+        needs = [body for body, _ in bodies]
+        if sum(len(content) for _, content in bodies) <= ALONG_BYTES_MAX:
+            return Batch(self._life, self._number, commands, needs, bodies)
+        await asyncio.gather(*(self._log.put(body, content, wait_s=wait_s) for body, content in bodies))
         return Batch(self._life, self._number, commands, needs)
 
-    async def _put(self, kind: str, content: bytes, wait_s: float) -> Body:
-        body = Body(f"{kind}{int(self.now()):x}-{secrets.token_hex(8)}", len(parts_of(content)))
-        await self._log.put(body, content, wait_s=wait_s)
-        return body
+    def _body(self, kind: str, content: bytes) -> Body:
+        return Body(f"{kind}{int(self.now()):x}-{secrets.token_hex(8)}", len(parts_of(content)))
 
     async def _apply(self, logged: Sequence[Logged], sent: Mapping[int, _Waiting], wait_s: float) -> None:
         if not logged:
@@ -341,7 +345,9 @@ class Replicated:
         if found.since < SNAPSHOT_COMMANDS or self._place.position < found.last:
             return
         place = self._place
-        body = await self._put("s", msgspec.msgpack.encode(list(await self._machine.dump())), WAIT_S)
+        content = msgspec.msgpack.encode(list(await self._machine.dump()))
+        body = self._body("s", content)
+        await self._log.put(body, content, wait_s=WAIT_S)
         await self._log.keep(place, body)
         log.info("%s is written down whole in %s after %d commands", self._name, self._store.address, found.since)
         kept = await self._log.snapshot()

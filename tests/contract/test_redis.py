@@ -178,14 +178,17 @@ async def test_without_the_package_the_error_says_what_to_install(monkeypatch: p
         await connect("redis://127.0.0.1:1")
 
 
-async def test_a_loop_of_calls_ends_when_it_is_cancelled_at_whatever_moment(shared_redis: str, namespace: str) -> None:
+@pytest.mark.parametrize("confirm", [False, True])
+async def test_a_loop_of_calls_ends_when_it_is_cancelled_at_whatever_moment(
+    shared_redis: str, namespace: str, confirm: bool
+) -> None:
     """`asyncio.wait_for` of Python 3.11, which the package writes commands with, forgets one that comes as it ends."""
     server = await connect(shared_redis, namespace=namespace)
     called = asyncio.Event()
 
     async def loop() -> None:
         while True:
-            await server.call(GET, "room")
+            await server.call(GET, "room", confirm=confirm)
             called.set()
 
     for steps in range(60):

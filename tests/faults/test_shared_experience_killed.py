@@ -24,7 +24,7 @@ POINTS = {
     "as its reply is lost": ("RedisLog", "exchange", "after"),
     "between landing and the outbox": ("Outbox", "delete", "before"),
     "between the outbox and its confirmation": ("Outbox", "delete", "after"),
-    "as the next one is put": ("RedisLog", "put", "after"),
+    "before it is sent": ("RedisLog", "exchange", "before"),
 }
 NTH = 6
 """The call at which it dies: some finishes are through, and one is on its way. Looks at the log do not count."""
