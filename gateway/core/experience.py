@@ -15,11 +15,16 @@ Invariants:
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from gateway.core.selection import ANY, Bound, Entry, Strategy, ordered, whole_groups
+
+ORDER_SLACK = 64
+"""Of an order that has more than twice as many places as there are entries, and so many, the old ones are dropped."""
 
 
 def holder(reader: str, rank: int) -> str:
@@ -141,6 +146,8 @@ class BufferState:
     groups: dict[str, int] = field(default_factory=dict)  # free entries of each group that nobody has used
     last_seq: int = 0  # of all that were ever here
     bodies: set[str] = field(default_factory=set)  # that entries name
+    # Free entries in the order in which they make room, and some that are not free any more.
+    _order: list[tuple[int, int]] = field(default_factory=list)  # a heap of (-uses, seq)
     # The same entries by the versions of their oldest and newest token: staleness is counted without a look at each.
     spans: Counter[tuple[int, int]] = field(default_factory=Counter)
 
@@ -157,23 +164,27 @@ class BufferState:
 
         Only while not `full`: with every place leased nothing can be evicted.
         """
-        if not self._over(entry, ()):
+        num_bytes = self.num_bytes + entry.facts.num_bytes
+        if not self._over(len(self), num_bytes):
             return []
-        gone = self.stale()
-        if self._over(entry, gone):
-            stale = {old.seq for old in gone}
-            rest = (old for old in self.free.values() if old.seq not in stale)
-            for oldest in sorted(rest, key=lambda old: (-old.uses, old.seq)):
-                gone.append(oldest)
-                if not self._over(entry, gone):
-                    break
-        return gone
+        gone = {old.seq: old for old in self.stale()}
+        num_bytes -= sum(old.facts.num_bytes for old in gone.values())
+        looked: list[tuple[int, int]] = []
+        while self._over(len(self) - len(gone), num_bytes) and self._order:
+            uses, seq = place = heapq.heappop(self._order)
+            oldest = self.free.get(seq)
+            if oldest is None or oldest.uses != -uses or seq in gone:
+                continue  # it is not free any more, or stands there twice
+            gone[seq] = oldest
+            num_bytes -= oldest.facts.num_bytes
+            looked.append(place)
+        for place in looked:  # nothing has changed yet
+            heapq.heappush(self._order, place)
+        return list(gone.values())
 
-    def _over(self, entry: Entry, gone: Sequence[Entry]) -> bool:
-        """Whether there is no room for one more in the place of those."""
-        num_bytes = self.num_bytes + entry.facts.num_bytes - sum(old.facts.num_bytes for old in gone)
-        over_bytes = self.bytes_max is not None and num_bytes > self.bytes_max
-        return len(self) - len(gone) >= self.capacity or over_bytes
+    def _over(self, num_entries: int, num_bytes: int) -> bool:
+        """Whether there is no room for one more entry, with which there are so many bytes."""
+        return num_entries >= self.capacity or (self.bytes_max is not None and num_bytes > self.bytes_max)
 
     def full(self) -> bool:
         """Whether every place, or byte, is leased, so that nothing can be added."""
@@ -181,6 +192,8 @@ class BufferState:
         return (len(self) >= self.capacity or over_bytes) and not self.free
 
     def stale(self) -> list[Entry]:
+        if not self.num_used and all(itertools.starmap(self.own.allows_span, self.spans)):
+            return []
         return [entry for entry in self.free.values() if self.is_stale(entry)]
 
     def is_stale(self, entry: Entry) -> bool:
@@ -258,6 +271,8 @@ class BufferState:
 
     def lapse(self, now: float) -> list[LeaseState]:
         """Ends the leases that expired: their entries are free again."""
+        if not self.leases:
+            return []
         lapsed = [lease for lease in self.leases.values() if lease.until <= now]
         for lease in lapsed:
             self._release(lease.lease_id)
@@ -333,6 +348,7 @@ class BufferState:
     def _let_in(self, *entries: Entry) -> None:
         for entry in entries:
             self.free[entry.seq] = entry
+            heapq.heappush(self._order, (-entry.uses, entry.seq))
             self.stale_came |= self.is_stale(entry)
             if entry.uses:
                 self.num_used += 1
@@ -342,6 +358,9 @@ class BufferState:
 
     def _take_out(self, seq: int) -> Entry:
         entry = self.free.pop(seq)
+        if len(self._order) > 2 * len(self.free) + ORDER_SLACK:
+            self._order = [(-old.uses, old.seq) for old in self.free.values()]
+            heapq.heapify(self._order)
         if entry.uses:
             self.num_used -= 1
             return entry

@@ -193,7 +193,7 @@ def carry_out(state: BufferState, known: Known, command: Command, now: float) ->
 
 
 def effect_of(decided: Decided, num_lapsed: int = 0) -> Effect:
-    counted = {**decided.counted, "lapsed_leases": num_lapsed}
+    counted = {**decided.counted, "lapsed_leases": num_lapsed} if num_lapsed else decided.counted
     return Effect(decided.answer, counted, bool(decided.changes or num_lapsed), decided.unnamed)
 
 
@@ -265,10 +265,11 @@ def _add(state: BufferState, known: Known, command: AddSession) -> Decided:
     entry = Entry(
         state.last_seq + 1, command.session_id, command.group_id, command.oldest_version, facts, 0, command.body
     )
-    gone = state.room_for(entry)
+    if not (gone := state.room_for(entry)):
+        return Decided(entry, [Put(entry)], {"added": 1})
     stale = sum(map(state.is_stale, gone))
     counted = {"added": 1, "evicted_stale": stale, "evicted_for_room": len(gone) - stale}
-    return Decided(entry, [*([Gone(gone)] if gone else []), Put(entry)], counted, [old.body for old in gone])
+    return Decided(entry, [Gone(gone), Put(entry)], counted, [old.body for old in gone])
 
 
 def refuse_full(state: BufferState) -> None:

@@ -169,7 +169,8 @@ class ExperienceBuffer:
         if not isinstance(outcome, Effect):
             return
         if mine:
-            self._counters.update(outcome.counted)
+            for name, number in outcome.counted.items():
+                self._counters[name] += number
         if outcome.notable:
             self._changed.set()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -220,22 +220,27 @@ class MemoryRows:
     async def keep(self, changes: Sequence[Change], body: bytes | None, along: Operation[object] | None) -> None:
         if along is not None:
             await self._database.run(along)
-        await self.note(changes)
         for change in changes:
             if isinstance(change, Put | Replaced):
                 self._bodies[change.entry.seq] = body or b""
+            else:
+                self._forget(change)
 
     async def note(self, changes: Sequence[Change]) -> None:
         for change in changes:
-            gone: Sequence[int] = ()
-            if isinstance(change, Gone):
-                gone = [entry.seq for entry in change.entries]
-            elif isinstance(change, Used):
-                gone = list(change.lease.entries.keys() - {entry.seq for entry in change.lease.again()})
-            elif isinstance(change, LeftOut):
-                gone = [change.entry.seq]
-            for seq in gone:
-                self._bodies.pop(seq, None)
+            self._forget(change)
+
+    def _forget(self, change: Change) -> None:
+        gone: Iterable[int] = ()
+        match change:
+            case Gone(entries):
+                gone = [entry.seq for entry in entries]
+            case Used(lease):
+                gone = lease.entries.keys() - {entry.seq for entry in lease.again()}
+            case LeftOut(_, entry):
+                gone = [entry.seq]
+        for seq in gone:
+            self._bodies.pop(seq, None)
 
     async def read(self, seqs: Sequence[int]) -> list[bytes]:
         return [self._bodies.get(seq, b"") for seq in seqs]
@@ -278,11 +283,12 @@ class OwnExperience:
         async with self._order:
             self.lapse()
             decided = decide(self.state, self.known, command, unix_s())
-            if not isinstance(command, HAPPENED):
+            happened = isinstance(command, HAPPENED)
+            if not happened:
                 await self._rows.keep(decided.changes, body, along)
             for change in decided.changes:
                 self.state.make(change)
-            if isinstance(command, HAPPENED) and decided.changes:
+            if happened and decided.changes:
                 await self._rows.note(decided.changes)
         self._hooks.applied(command, effect_of(decided), True)
         return decided.answer
