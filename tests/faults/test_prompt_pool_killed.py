@@ -1,11 +1,10 @@
-"""kill -9 of gateways, and of the Redis that they share, while runners lease and finish: each sample ends once, and
+"""kill -9 of gateways, and of the store that they share, while runners lease and finish: each sample ends once, and
 none is lost."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from tests.support import processes
 from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
+from tests.support.shared_stores import Server
 from tests.support.words import tokenizer
 from trainer_client import AsyncPromptPool
 
@@ -93,12 +93,12 @@ async def test_each_sample_ends_once_though_the_gateway_is_killed(
         await check(pool, runners)
 
 
-async def test_each_sample_ends_once_though_gateways_and_their_redis_are_killed(
-    tmp_path: Path, request: pytest.FixtureRequest, redis_servers: Callable[..., Daemon]
+async def test_each_sample_ends_once_though_gateways_and_their_store_are_killed(
+    tmp_path: Path, request: pytest.FixtureRequest, killable_store: Server
 ) -> None:
     with KeptPorts() as ports:
-        redis = redis_servers()
-        shared = f"--experience-store={redis.ready['url']}"
+        killable_store.start()
+        shared = f"--experience-store={killable_store.url}"
         names = ("one", "other")
 
         async def start(name: str) -> Daemon:
@@ -112,13 +112,13 @@ async def test_each_sample_ends_once_though_gateways_and_their_redis_are_killed(
             await pool.add(({"n": n} for n in range(TASKS)), group_size=GROUP, id_column="n")
             runners = Runners(http, *urls)
             running = [asyncio.create_task(runners.run(f"r{n}")) for n in range(RUNNERS)]
-            kills = ["one", "redis", "other", "redis"]
+            kills = ["one", "store", "other", "store"]
             for number, killed in enumerate(kills, 1):
                 before = await runners.reach(number, len(kills))
                 print(f"| {killed} | {before} |")
-                if killed == "redis":
-                    redis.kill()
-                    redis = await asyncio.to_thread(redis_servers)
+                if killed == "store":
+                    killable_store.kill()
+                    await asyncio.to_thread(killable_store.start)
                 else:
                     gateways[killed].kill()
                     gateways[killed] = await start(killed)

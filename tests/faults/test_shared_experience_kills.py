@@ -1,4 +1,4 @@
-"""kill -9 of gateways, trainers and the Redis in turn, under load: each trajectory that was finished is used once.
+"""kill -9 of gateways, trainers and their shared store in turn, under load: each finished trajectory is used once.
 
 Run with `-s`, it prints the table of docs/shared-experience.md.
 """
@@ -10,7 +10,7 @@ import itertools
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,13 +21,14 @@ from tests.support import processes
 from tests.support.ports import KeptPorts
 from tests.support.processes import Daemon
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.shared_stores import Server
 from tests.support.words import tokenizer
 
 pytestmark = pytest.mark.slow
 
 CLIENTS, BETWEEN = 8, 60
 """Rollouts at once, and trajectories that are finished, and used, from one kill to the next."""
-KILLS = ("gateway-0", "trainer-0", "redis", "gateway-1", "trainer-1", "redis")
+KILLS = ("gateway-0", "trainer-0", "store", "gateway-1", "trainer-1", "store")
 
 TRAINER = textwrap.dedent(
     '''
@@ -57,23 +58,24 @@ TRAINER = textwrap.dedent(
 
 @dataclass
 class Fleet:
-    """Two gateways, two trainers and a Redis, each in a process that can be killed and started again.
+    """Two gateways, two trainers and a shared store, each in a process that can be killed and started again.
 
     `engines`: each gateway's own, by the gateway's name."""
 
     directory: Path
     engines: Mapping[str, ScriptedEngine]
     ports: KeptPorts
-    start_redis: Callable[..., Daemon]
-    running: dict[str, Daemon] = field(default_factory=dict)
+    store: Server
+    running: dict[str, Daemon | Server] = field(default_factory=dict)
 
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.ports.of(name)}"
 
     def start(self, name: str) -> None:
         kind = name.partition("-")[0]
-        if kind == "redis":
-            self.running[name] = self.start_redis("redis")
+        if kind == "store":
+            self.store.start()
+            self.running[name] = self.store
         elif kind == "gateway":
             self.running[name] = self._gateway(name)
         else:
@@ -82,7 +84,7 @@ class Fleet:
     def _gateway(self, name: str) -> Daemon:
         command = ["gateway", "serve", "--model=policy", f"--tokenizer={tokenizer(self.directory / 'model')}"]
         where = [f"--data={self.directory / name}", f"--port={self.ports.of(name)}", "--no-probe"]
-        store = f"--experience-store={self.running['redis'].ready['url']}"
+        store = f"--experience-store={self.store.url}"
         engine = f"--engine={self.engines[name].name}=vllm={self.engines[name].url}"
         return processes.start(name, [*command, *where, store, engine], self.directory)
 
@@ -172,16 +174,14 @@ async def settle_leases(fleet: Fleet) -> None:
                         print("used", lease, file=out)
 
 
-async def test_each_finished_trajectory_is_used_once_whoever_is_killed(
-    tmp_path: Path, redis_servers: Callable[..., Daemon]
-) -> None:
+async def test_each_finished_trajectory_is_used_once_whoever_is_killed(tmp_path: Path, killable_store: Server) -> None:
     rows: list[tuple[str, list[str]]] = []
     with KeptPorts() as ports:
         async with ScriptedEngine("e0") as first, ScriptedEngine("e1") as second:
-            fleet = Fleet(tmp_path, {"gateway-0": first, "gateway-1": second}, ports, redis_servers)
-            names = ["redis", "gateway-0", "gateway-1", "trainer-0", "trainer-1"]
+            fleet = Fleet(tmp_path, {"gateway-0": first, "gateway-1": second}, ports, killable_store)
+            names = ["store", "gateway-0", "gateway-1", "trainer-0", "trainer-1"]
             try:
-                await asyncio.to_thread(fleet.start, "redis")
+                await asyncio.to_thread(fleet.start, "store")
                 await asyncio.gather(*(asyncio.to_thread(fleet.start, name) for name in names[1:3]))
                 for name in names[3:]:
                     fleet.start(name)

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -52,10 +52,10 @@ class PostgresServer:
     folder: Path
     port: int
     process: subprocess.Popen[bytes] | None = None
+    url: str = field(init=False)
 
-    @property
-    def url(self) -> str:
-        return f"postgresql://laminar@127.0.0.1:{self.port}/postgres"
+    def __post_init__(self) -> None:
+        self.url = f"postgresql://laminar@127.0.0.1:{self.port}/postgres"
 
     @property
     def data(self) -> Path:

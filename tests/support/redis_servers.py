@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,10 +27,16 @@ _numbers = itertools.count()
 
 
 def start_redis(
-    directory: Path, port: int, settings: Mapping[str, str] = DURABLE, name: str = "redis", *, rename: str = ""
+    directory: Path,
+    port: int,
+    settings: Mapping[str, str] = DURABLE,
+    name: str = "redis",
+    *,
+    rename: str = "",
+    arguments: Sequence[str] = (),
 ) -> Daemon:
     """A redis-server whose files are in `directory`; started there again, it has what it had. It answers, or loads its
-    file, when this returns. `rename`: a command that it is to lack."""
+    file, when this returns. `rename`: a command that it is to lack. `arguments`: behind its configuration."""
     if BINARY is None:
         pytest.skip(needs("no redis-server", "make system-packages"))
     directory.mkdir(parents=True, exist_ok=True)
@@ -40,7 +46,7 @@ def start_redis(
     path = directory / f"{name}.conf"
     path.write_text(text + (f'rename-command {rename} ""\n' if rename else ""))
     with log.open("ab") as out:
-        process = subprocess.Popen([BINARY, str(path)], stdout=out, stderr=out)
+        process = subprocess.Popen([BINARY, str(path), *arguments], stdout=out, stderr=out)
     daemon = Daemon(name, process, log, {"url": f"redis://127.0.0.1:{port}/0"})
     _await_port(daemon, port)
     return daemon

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from typing import Protocol
 
 import pytest
 
@@ -11,6 +12,7 @@ from gateway.log.base import CommandLog, SharedStore
 from gateway.log.postgres import PostgresLog
 from gateway.log.redis import RedisLog
 from tests.support import postgres_servers, redis_servers
+from tests.support.processes import Daemon
 
 
 @pytest.fixture(params=["redis", "postgresql"])
@@ -38,6 +40,43 @@ async def connect_to(stack: AsyncExitStack, url: str, namespace: str) -> SharedS
     """To the server at that address."""
     _, opener = SHARED[url.partition(":")[0]]
     return await opener(stack, url, namespace)
+
+
+class Server(Protocol):
+    """One server of a test, which has what it had when it is started again."""
+
+    url: str
+
+    def start(self) -> None:
+        """It takes connections when this returns."""
+        ...
+
+    def kill(self) -> None:
+        """kill -9."""
+        ...
+
+
+class _Redis:
+    def __init__(self, servers: Callable[..., Daemon]) -> None:
+        self._servers = servers
+        self.url = ""
+
+    def start(self) -> None:
+        self._daemon = self._servers("redis")
+        self.url = self._daemon.ready["url"]
+
+    def kill(self) -> None:
+        self._daemon.kill()
+
+
+@pytest.fixture(params=["redis", "postgresql"])
+def killable_store(request: pytest.FixtureRequest) -> Server:
+    """Not started."""
+    if request.param == "redis":
+        return _Redis(request.getfixturevalue("redis_servers"))
+    server: postgres_servers.PostgresServer = request.getfixturevalue("postgres_servers")("primary")
+    server.make()
+    return server
 
 
 async def length(log: CommandLog) -> int:

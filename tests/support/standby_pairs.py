@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,13 +55,14 @@ class Pair(Protocol):
 
 
 class RedisPair:
+    settings: Mapping[str, str] = DURABLE
+
     def __init__(self, servers: Callable[..., Daemon]) -> None:
         self._servers = servers
 
     async def start(self) -> None:
         await self.restart()
-        host, port = self._primary.ready["url"].removesuffix("/0").rpartition("/")[2].split(":")
-        settings = {**DURABLE, "replicaof": f"{host} {port}", "repl-diskless-sync-delay": "0"}
+        settings = {**self.settings, "replicaof": " ".join(_place(self._primary)), "repl-diskless-sync-delay": "0"}
         self._standby = await asyncio.to_thread(self._servers, "standby", settings=settings)
         self.url = f"{self._primary.ready['url'].removesuffix('/0')},{self._standby.ready['url'].partition('://')[2]}"
         async with asyncio.timeout(WAIT_S):
@@ -72,7 +74,7 @@ class RedisPair:
         return bool(told.get("slave0", {}).get("state") == "online")
 
     async def restart(self) -> None:
-        self._primary = await asyncio.to_thread(self._servers, "primary")
+        self._primary = await asyncio.to_thread(self._servers, "primary", settings=self.settings)
 
     def kill_primary(self) -> None:
         self._primary.kill()
@@ -87,8 +89,7 @@ class RedisPair:
         await self._told(self._standby, "REPLICAOF", "NO", "ONE")
 
     async def leave_behind(self) -> None:
-        host, port = self._standby.ready["url"].removesuffix("/0").rpartition("/")[2].split(":")
-        await self._told(self._primary, "REPLICAOF", host, port)
+        await self._told(self._primary, "REPLICAOF", *_place(self._standby))
 
     async def _told(self, server: Daemon, *words: str) -> Any:
         async with Redis.from_url(server.ready["url"]) as client, asyncio.timeout(WAIT_S):
@@ -96,6 +97,45 @@ class RedisPair:
                 with suppress(RedisError):
                     return await client.execute_command(*words)
                 await asyncio.sleep(0.02)
+
+    async def _await_role(self, server: Daemon, role: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while (await self._told(server, "INFO", "replication"))["role"] != role:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+def _place(server: Daemon) -> list[str]:
+    """Host and port."""
+    return str(server.ready["url"]).removesuffix("/0").rpartition("/")[2].split(":")
+
+
+class SentinelPair(RedisPair):
+    """A sentinel promotes the replica, and makes one of the old primary. A primary without one takes no writes."""
+
+    settings: Mapping[str, str] = {**DURABLE, "min-replicas-to-write": "1"}
+
+    async def start(self) -> None:
+        await super().start()
+        watch = f"monitor p {' '.join(_place(self._primary))} 1"
+        rules = (watch, "down-after-milliseconds p 1000", "failover-timeout p 3000")
+        settings = {"sentinel": "\nsentinel ".join(rules)}
+        start = functools.partial(self._servers, "sentinel", settings=settings, arguments=("--sentinel",))
+        self._sentinel = await asyncio.to_thread(start)
+        async with asyncio.timeout(WAIT_S):
+            while not await self._told(self._sentinel, "SENTINEL", "REPLICAS", "p"):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    async def promote(self) -> None:
+        lives = self._primary.process.poll() is None
+        if lives:
+            await self._told(self._sentinel, "SENTINEL", "FAILOVER", "p")
+        await self._await_role(self._standby, "master")
+        if not lives:
+            await self.restart()
+        await self.leave_behind()
+
+    async def leave_behind(self) -> None:
+        await self._await_role(self._primary, "slave")
 
 
 class PostgresPair:
@@ -143,11 +183,12 @@ class PostgresPair:
         await connection.close()
 
 
-@pytest.fixture(params=["redis", "postgresql"])
+@pytest.fixture(params=["redis", "sentinel", "postgresql"])
 async def pair(request: pytest.FixtureRequest) -> Pair:
     found: Pair
-    if request.param == "redis":
-        found = RedisPair(request.getfixturevalue("redis_servers"))
+    if request.param in ("redis", "sentinel"):
+        kind = RedisPair if request.param == "redis" else SentinelPair
+        found = kind(request.getfixturevalue("redis_servers"))
     else:
         found = PostgresPair(request.getfixturevalue("postgres_servers"))
     await found.start()
