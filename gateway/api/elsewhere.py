@@ -13,7 +13,7 @@ from protos.errors import Unauthenticated
 
 
 def elsewhere(gateways: SharedGateways) -> Middleware:
-    """A session, or a group, that is not known here may be at a gateway over the same Redis, and so may its key."""
+    """A session, or a group, that is not known here may be at a gateway over the same store, and so may its key."""
 
     @web.middleware
     async def redirected(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -27,7 +27,7 @@ def elsewhere(gateways: SharedGateways) -> Middleware:
             raise
         except Unauthenticated:
             if (name := request.match_info.get("sid")) is not None:
-                gateways.check(name)  # no call of the Redis for whoever has no key
+                gateways.check(name)  # no call of the store for whoever has no key
             raise
 
     return redirected

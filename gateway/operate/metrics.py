@@ -27,7 +27,7 @@ STALENESS_MAX = 8
 """Of the label `behind`: what is staler has this value, too, so that its values are few."""
 RELAYED_TEXT = "--relay-text"
 CREDENTIALS = "--credentials"
-SHARED_EXPERIENCE = "--experience-store redis://..."
+SHARED_EXPERIENCE = "--experience-store with an address"
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,7 @@ METRICS: Sequence[Metric[Sources]] = (
         "gauge",
         "laminar_gateway_shared_experience_failed",
         "1 or 0",
-        "1 while the shared Redis takes nothing.",
+        "1 while the shared store takes nothing.",
         _delivery(lambda found: bool(found.failure)),
         needs=SHARED_EXPERIENCE,
     ),
@@ -343,7 +343,7 @@ METRICS: Sequence[Metric[Sources]] = (
         "gauge",
         "laminar_gateway_shared_experience_waiting",
         "rows",
-        "Rows, such as finished sessions, that are committed at this gateway and are not in the shared Redis yet.",
+        "Rows, such as finished sessions, that are committed at this gateway and are not in the shared store yet.",
         _delivery(lambda found: found.waiting),
         needs=SHARED_EXPERIENCE,
     ),
@@ -351,7 +351,7 @@ METRICS: Sequence[Metric[Sources]] = (
         "gauge",
         "laminar_gateway_shared_experience_waiting_bytes",
         "bytes",
-        "Size of the rows that wait for the shared Redis.",
+        "Size of the rows that wait for the shared store.",
         _delivery(lambda found: found.waiting_bytes),
         needs=SHARED_EXPERIENCE,
     ),
@@ -359,7 +359,7 @@ METRICS: Sequence[Metric[Sources]] = (
         "counter",
         "laminar_gateway_shared_experience_delivered",
         "sessions",
-        "Finished sessions that reached the shared Redis.",
+        "Finished sessions that reached the shared store.",
         _delivery(lambda found: found.delivered),
         needs=SHARED_EXPERIENCE,
     ),
@@ -367,7 +367,7 @@ METRICS: Sequence[Metric[Sources]] = (
         "counter",
         "laminar_gateway_shared_experience_failed_calls",
         "calls",
-        "Calls of the shared Redis that did not get through.",
+        "Calls of the shared store that did not get through.",
         _delivery(lambda found: found.failed_calls),
         needs=SHARED_EXPERIENCE,
     ),

@@ -146,7 +146,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     not answer now; engines beside them keep the version that they hold. `engines_elsewhere`: by name, engines that are
     not in the fleet, since another gateway has them or the relay that registered them is gone, and why. `unclaimed`:
     why claims on engines are not renewed now; empty while they are, or where no store is shared. `shared_experience`:
-    the Redis of `--experience-store`; null without one."""
+    the shared store of `--experience-store`; null without one."""
 
     access: AccessReport
     bounds: BoundsReport

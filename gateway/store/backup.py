@@ -27,7 +27,7 @@ COUNTED = ("sessions", "trajectories")
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """What a copy holds. A store that keeps its trajectories elsewhere (memory, a Redis) has none of them here."""
+    """What a copy holds. A store that keeps its trajectories elsewhere (memory, a shared one) has none of them here."""
 
     path: Path
     size_bytes: int

@@ -26,6 +26,7 @@ from tests.contract.test_shared_experience import opened as opened
 from tests.contract.test_shared_prompt_pool import dump, task
 from tests.contract.test_shared_prompt_pool import opened as opened_pool
 from tests.support.processes import Daemon
+from tests.support.redis_servers import DURABLE
 from tests.support.scripted_engine import ScriptedEngine
 from tests.unit.gateway_api.test_status import gateway, get
 from tests.unit.gateway_sessions.test_rewards import SAMPLE, post, turn
@@ -48,6 +49,7 @@ STATES = {
     "READONLY": [("REPLICAOF", *NOWHERE)],
     "MASTERDOWN": [("CONFIG", "SET", "replica-serve-stale-data", "no"), ("REPLICAOF", *NOWHERE)],
     "OOM": [("CONFIG", "SET", "maxmemory", "1")],
+    "NOREPLICAS": [("CONFIG", "SET", "min-replicas-to-write", "1")],
 }
 MENDED = [("REPLICAOF", "NO", "ONE"), ("CONFIG", "SET", "maxmemory", "0")]
 
@@ -65,6 +67,38 @@ async def test_a_redis_that_takes_no_writes_is_away(redis_servers: Servers, stat
             assert server.failure
         finally:
             await server.close()
+
+
+async def test_a_redis_that_is_busy_with_a_script_is_away(redis_servers: Servers) -> None:
+    url = redis_servers().ready["url"]
+    server = await RedisServer.connect(RedisAddress.parse(url))
+    async with client(url) as one, client(url) as operator:
+        await operator.execute_command("CONFIG", "SET", "busy-reply-threshold", "10")
+        endless = asyncio.create_task(one.execute_command("EVAL", "while true do end", 0))
+        await until_refused(server)
+        await operator.execute_command("SCRIPT", "KILL")
+        with pytest.raises(RedisError):
+            await endless
+    assert await server.call(WRITE, "room", wait_s=60.0)
+    await server.close()
+
+
+async def until_refused(server: RedisServer) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(Unavailable):
+                await server.call(WRITE, "room", wait_s=0.0)
+                continue
+            assert "BUSY" in server.failure
+            return
+
+
+async def test_a_node_that_serves_no_slot_may_answer_later(redis_servers: Servers) -> None:
+    url = redis_servers(settings={**DURABLE, "cluster-enabled": "yes"}).ready["url"]
+    async with client(url) as operator:
+        with pytest.raises(RedisError) as refused:
+            await operator.execute_command("SET", "x", "y")
+    assert redis_server._passes(refused.value)
 
 
 @pytest.mark.parametrize("reply", ["TRYAGAIN Multiple keys request during rehashing of slot", "CLUSTERDOWN Hash slot"])
