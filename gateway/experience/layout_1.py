@@ -49,8 +49,8 @@ WAIT_S = 60.0
 class _Redis(RedisStore):
     """With a namespace that is not this release's yet."""
 
-    async def _check(self) -> None:
-        await self._find_primary()
+    async def _claim(self) -> None:
+        """Later."""
 
 
 async def migrate(address: RedisAddress, namespace: Namespace, *, accept_unchecked: bool = False) -> None:

@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from gateway.core.addresses import StoreAddress
 from gateway.log.base import StoreStatistics
@@ -67,8 +67,9 @@ class Namespace:
 class Attempts(ABC):
     """`connected` grows with each check: what was read before may be older than what a store that came back has."""
 
-    def __init__(self, address: StoreAddress, namespace: Namespace) -> None:
-        self.address, self.namespace = address, namespace
+    def __init__(self, address: Any, namespace: Namespace, *, accept_unchecked: bool = False) -> None:
+        self.address: StoreAddress = address
+        self.namespace, self._accept_unchecked = namespace, accept_unchecked
         self._lost = True  # the connection, so that the next attempt checks first
         self._checking = asyncio.Lock()
         self._failed = 0
@@ -82,8 +83,48 @@ class Attempts(ABC):
         """Whether the same call may succeed later: by the error's class or code."""
 
     @abstractmethod
-    async def _check(self) -> None:
-        """Connects anew, to the host that takes writes, and checks what is there."""
+    async def _connect(self) -> None:
+        """Connects anew, to the host that takes writes, and checks that it keeps what it acknowledges."""
+
+    @abstractmethod
+    async def _claim(self) -> None:
+        """Makes the namespace, unless it is there, and passes what it says to `_claimed`."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @classmethod
+    async def connect(
+        cls,
+        address: Any,
+        *,
+        namespace: str = "default",
+        model: str = "",
+        vocabulary: str = "",
+        accept_unchecked: bool = False,
+    ) -> Self:
+        """Raises InvalidRequest for a store that does not keep what it acknowledges, Conflict for a namespace of
+        another model, vocabulary or layout, Unavailable when it does not answer."""
+        store = cls(address, Namespace(namespace, model, vocabulary), accept_unchecked=accept_unchecked)
+        try:
+            await store.attempt(_nothing, 0.0)
+        except BaseException:
+            await store.close()
+            raise
+        if store._unchecked:
+            log.warning("%s: accepted without a check: %s", address, ", ".join(store._unchecked))
+        log.info("connected to %s, namespace %s", address, namespace)
+        return store
+
+    @classmethod
+    async def examine(cls, address: Any, *, accept_unchecked: bool = False) -> list[str]:
+        """As `connect`, without a namespace: changes nothing. Returns the settings that cannot be checked."""
+        store = cls(address, Namespace(""), accept_unchecked=accept_unchecked)
+        try:
+            await store.attempt(store._connect, 0.0, check=False)
+        finally:
+            await store.close()
+        return store._unchecked
 
     def check(self) -> None:
         """Raises Unavailable while calls do not get through."""
@@ -144,7 +185,8 @@ class Attempts(ABC):
     async def _check_once(self) -> None:
         async with self._checking:
             if self._lost:
-                await self._check()
+                await self._connect()
+                await self._claim()
                 self.connected += 1
                 self._lost = False
 
@@ -154,3 +196,7 @@ class Attempts(ABC):
         if self._epoch and epoch != self._epoch:
             log.error("%s has lost all that it kept: it came back empty", self.address)
         self._epoch = epoch
+
+
+async def _nothing() -> None:
+    """What a connection is checked for."""

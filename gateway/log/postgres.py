@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gateway.core.addresses import PostgresAddress
-from gateway.log.attempts import LAYOUT, WAIT_S, Attempts, Namespace, log
+from gateway.log.attempts import LAYOUT, WAIT_S, Attempts, Namespace
 from gateway.log.base import BEGIN, REPLY_BYTES_MAX, Batch, Body, Exchanged, Logged, Place, Snapshot, parts_of
 from protos.errors import InvalidRequest, NotFound
 from protos.extras import install
@@ -241,42 +241,16 @@ class PostgresStore(Attempts):
 
     ADDRESS = PostgresAddress
 
-    def __init__(self, address: PostgresAddress, namespace: Namespace) -> None:
-        super().__init__(address, namespace)
+    def __init__(self, address: PostgresAddress, namespace: Namespace, *, accept_unchecked: bool = False) -> None:
+        super().__init__(address, namespace, accept_unchecked=accept_unchecked)
         self._pool: asyncpg.Pool | None = None
-
-    @classmethod
-    async def connect(
-        cls,
-        address: PostgresAddress,
-        *,
-        namespace: str = "default",
-        model: str = "",
-        vocabulary: str = "",
-        accept_unchecked: bool = False,
-    ) -> Self:
-        """Raises InvalidRequest for a server that does not keep what it acknowledges, Conflict for a namespace of
-        another model, vocabulary or layout, Unavailable when it does not answer. It shows all of its settings."""
-        _import(address)
-        store = cls(address, Namespace(namespace, model, vocabulary))
         try:
-            await store.call(_nothing, 0.0)
-        except BaseException:
-            await store.close()
-            raise
-        log.info("connected to %s, namespace %s", address, namespace)
-        return store
-
-    @classmethod
-    async def examine(cls, address: PostgresAddress, *, accept_unchecked: bool = False) -> list[str]:
-        """As `connect`, without a namespace: changes nothing."""
-        _import(address)
-        store = cls(address, Namespace(""))
-        try:
-            await store.attempt(store._connect, 0.0, check=False)
-        finally:
-            await store.close()
-        return []
+            import asyncpg  # noqa: F401
+        except ImportError as e:
+            raise InvalidRequest(
+                f"{address} needs the Python package `asyncpg`, which is not installed",
+                hint=f"install it: {install('postgres')}",
+            ) from e
 
     async def close(self) -> None:
         """Waits a short time for what is on its way: a connection that is cut in the midst of it logs an error."""
@@ -335,8 +309,7 @@ class PostgresStore(Attempts):
                         hint=f"write `{name} = on` into its postgresql.conf and reload it",
                     )
 
-    async def _check(self) -> None:
-        await self._connect()
+    async def _claim(self) -> None:
         assert self._pool is not None
         async with self._pool.acquire(timeout=REPLY_TIMEOUT_S) as connection, connection.transaction():
             await connection.execute("SELECT pg_advisory_xact_lock($1)", _SCHEMA_LOCK)
@@ -357,17 +330,3 @@ class PostgresStore(Attempts):
             return state[:2] in _PASSING or state == _READ_ONLY
         # An InternalClientError is of a connection whose command was cut, or of hosts none of which takes writes.
         return isinstance(error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError)
-
-
-async def _nothing(connection: object) -> None:
-    """What a connection is checked for."""
-
-
-def _import(address: PostgresAddress) -> None:
-    try:
-        import asyncpg  # noqa: F401
-    except ImportError as e:
-        raise InvalidRequest(
-            f"{address} needs the Python package `asyncpg`, which is not installed",
-            hint=f"install it: {install('postgres')}",
-        ) from e

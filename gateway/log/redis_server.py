@@ -13,7 +13,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from gateway.core.addresses import RedisAddress
 from gateway.log.attempts import LAYOUT, WAIT_S, Attempts, Namespace
@@ -71,36 +71,12 @@ class RedisServer(Attempts):
     """`async with await RedisServer.connect(...)`, or `close`."""
 
     def __init__(self, address: RedisAddress, namespace: Namespace, *, accept_unchecked: bool = False) -> None:
-        super().__init__(address, namespace)
-        self._accept_unchecked = accept_unchecked
+        super().__init__(address, namespace, accept_unchecked=accept_unchecked)
         self._clients = [_client(address, *host) for host in address.hosts]
         self._client = self._clients[0]
         self._connections = asyncio.Semaphore(CONNECTIONS_MAX)  # further calls wait for one
         self._run_id: str | None = None  # of the process that was checked last
         self._replicated = False  # it has had a replica
-
-    @classmethod
-    async def connect(
-        cls,
-        address: RedisAddress,
-        *,
-        namespace: str = "default",
-        model: str = "",
-        vocabulary: str = "",
-        accept_unchecked: bool = False,
-    ) -> Self:
-        """Raises InvalidRequest for a Redis that does not keep what it acknowledges, Conflict for a namespace of
-        another model, vocabulary or layout, Unavailable when it does not answer."""
-        server = cls(address, Namespace(namespace, model, vocabulary), accept_unchecked=accept_unchecked)
-        try:
-            await server.attempt(_nothing, 0.0)
-        except BaseException:
-            await server.close()
-            raise
-        if server._unchecked:
-            log.warning("%s: accepted without a check: %s", address, ", ".join(server._unchecked))
-        log.info("connected to %s, namespace %s", address, namespace)
-        return server
 
     async def close(self) -> None:
         for client in self._clients:
@@ -181,21 +157,7 @@ class RedisServer(Attempts):
     async def _command(self, *words: str | bytes | int) -> Any:
         return await _sent(self._client.execute_command(*words))  # type: ignore[no-untyped-call]
 
-    @classmethod
-    async def examine(cls, address: RedisAddress, *, accept_unchecked: bool = False) -> list[str]:
-        """As `connect`, without a namespace: changes nothing. Returns the settings that cannot be checked."""
-        server = cls(address, Namespace(""), accept_unchecked=accept_unchecked)
-        try:
-            await server.attempt(server._find_primary, 0.0, check=False)
-        finally:
-            await server.close()
-        return server._unchecked
-
-    async def _check(self) -> None:
-        await self._find_primary()
-        await self._claim()
-
-    async def _find_primary(self) -> None:
+    async def _connect(self) -> None:
         """The first host that passes, beginning with the one that had passed last."""
         at = self._clients.index(self._client)
         error: Exception | None = None
@@ -288,10 +250,6 @@ async def _replies(connection: AbstractConnection, commands: Sequence[Words]) ->
     finally:
         if len(found) < len(commands):
             await connection.disconnect(nowait=True)
-
-
-async def _nothing() -> None:
-    """What a connection is checked for."""
 
 
 def _client(address: RedisAddress, host: str, port: int) -> Redis:
