@@ -557,9 +557,8 @@ class ExperienceBuffer:
             raise
         found: list[tuple[Entry, bytes]] = []
         for entry, row in zip(entries, rows, strict=True):
-            lease = self._state.leases.get(wanted.lease_id)
-            if lease is None:  # it expired while the bodies were on their way, which others may have used since
-                return None
+            if not row and wanted.lease_id not in self._state.leases:
+                return None  # it expired while the bodies were on their way, and another reader has used some
             with leaving_out("trajectory_bodies", entry.seq):
                 packed.check(row)
                 found.append((entry, row))
