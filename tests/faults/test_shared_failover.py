@@ -138,6 +138,7 @@ async def finish(pool: PromptPool, lease_id: str) -> None:
                 return
 
 
+@pytest.mark.parametrize("pair", ["redis", "postgresql"], indirect=True)  # a sentinel promotes none that stood still
 async def test_what_no_standby_has_is_not_answered_and_is_sent_again_to_the_new_primary(
     pair: Pair, scene: Scene
 ) -> None:

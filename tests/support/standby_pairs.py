@@ -150,6 +150,17 @@ class PostgresPair:
         await self.restart()
         await asyncio.to_thread(self._standby.make_standby_of, self._primary, "standby")
         await asyncio.to_thread(self._standby.start)
+        async with asyncio.timeout(WAIT_S):
+            while not await self._is_confirming():  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.05)
+
+    async def _is_confirming(self) -> bool:
+        import asyncpg
+
+        connection = await asyncpg.connect(self._primary.url)
+        found = await connection.fetchval("SELECT count(*) FROM pg_stat_replication WHERE sync_state='sync'")
+        await connection.close()
+        return bool(found)
 
     async def restart(self) -> None:
         await asyncio.to_thread(lambda: self._primary.start(synchronous_standby_names="standby"))
