@@ -37,7 +37,7 @@ from gateway.core.experience_commands import (
 )
 from gateway.core.selection import Entry
 from gateway.experience import rows
-from gateway.log.base import Hooks
+from gateway.log.base import Commands, Hooks
 from gateway.runtime.clock import unix_s
 from gateway.store.database import Database, Operation
 from protos.errors import InvalidRequest, Unavailable
@@ -66,37 +66,23 @@ class DeliveryStatistics:
     failed_calls: int
 
 
-class ExperienceStore(Protocol):
-    """`state`, `known`: what commands have made. `is_shared`: others change it, too, and its time is the log's."""
+class ExperienceStore(Commands, Protocol):
+    """`state`, `known`: what commands have made. `is_shared`: others change it, too, and its time is the log's. `open`
+    makes the tables in any case: the sessions' own refer to them (`gateway.store.sessions`)."""
 
     state: BufferState
     known: Known
     is_shared: bool
 
-    async def open(self) -> None:
-        """Makes the tables in any case: the sessions' own refer to them (`gateway.store.sessions`)."""
-        ...
-
-    async def close(self) -> None: ...
-
-    def now(self) -> float:
-        """Unix time in seconds, by the clock that leases end by."""
-        ...
-
     def lapse(self) -> None:
         """Leases that are over are over at once, where this gateway alone decides that."""
-        ...
-
-    async def look(self) -> None:
-        """When this returns, what other gateways had changed before is here, and leases that are over have ended."""
         ...
 
     async def run(self, command: Command, body: bytes | None = None, along: Operation[object] | None = None) -> Any:
         """The command's answer. `body`: of the entry that it puts or replaces (`protos.packed`). `along` takes effect
         with it, or neither does; where a log is shared `Undelivered` may be raised although it has.
 
-        Raises what the command is refused with, and Unavailable: then it has no effect, or none that lasts. The caller
-        is not cancelled meanwhile."""
+        Raises as `Commands.run`. The caller is not cancelled meanwhile."""
         ...
 
     def declare(self, reader: DeclareReader) -> None:
@@ -105,14 +91,6 @@ class ExperienceStore(Protocol):
 
     async def read(self, entries: Sequence[Entry]) -> list[bytes]:
         """The entries' bodies, whoever has their leases; b"" for one that is not there."""
-        ...
-
-    def check(self) -> None:
-        """Raises Unavailable while no lease can be kept."""
-        ...
-
-    async def synced(self) -> None:
-        """When this returns, what was answered survives a power cut."""
         ...
 
     def is_waiting(self, session_id: str) -> bool:
