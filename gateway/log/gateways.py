@@ -147,7 +147,7 @@ class SharedGateways:
     @contextlib.asynccontextmanager
     async def reserved(self, name: str, here: Callable[[], bool]) -> AsyncIterator[None]:
         """Around the making of a session or group of this name: claims it, where this gateway did not make the name.
-        Misdirected for one of another gateway's. While the Redis does not say it begins unclaimed. Where it is refused,
+        Misdirected for one of another gateway's. While the store does not say it begins unclaimed. Where it is refused,
         and none is `here`, the name is free again."""
         await self._begin(name)
         try:
@@ -174,7 +174,7 @@ class SharedGateways:
 
     async def renew(self, names: Callable[[], Iterable[str]]) -> None:
         """Claims the names of live sessions and groups again and again, those of before this gateway's start and of
-        while the Redis was away among them; until cancelled. `names`: of these."""
+        while the store was away among them; until cancelled. `names`: of these."""
         while True:
             chosen = [name for name in names() if _MARKED.fullmatch(name) is None]
             for batch in (chosen[at : at + BATCH] for at in range(0, len(chosen), BATCH)):
