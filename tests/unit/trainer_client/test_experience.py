@@ -550,9 +550,9 @@ async def test_a_gateway_that_hangs_is_given_up_at_the_deadline(monkeypatch: pyt
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with AsyncExperienceReader(url, timeout_s=0.05) as reader:
-        with pytest.raises(Unavailable, match=r"silent for 0.1 s"):
-            await reader.sample(trajectories=1, wait_s=0.05)
+    async with AsyncExperienceReader(url, timeout_s=1.0) as reader:  # also to connect, on a busy machine
+        with pytest.raises(Unavailable, match=r"silent for 1.1 s"):
+            await reader.sample(trajectories=1, wait_s=0.1)
     released.set()
     await runner.cleanup()
 
