@@ -5,6 +5,7 @@ The server refuses to run as root: then it runs as the user `postgres` of Debian
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ SETTINGS: Mapping[str, str] = {
     "listen_addresses": "127.0.0.1",
     "unix_socket_directories": "",
     "shared_buffers": "16MB",
+    "dynamic_shared_memory_type": "mmap",  # files of its folder, which a killed one leaves there
     "max_connections": "60",
     "wal_sender_timeout": "5s",
 }
@@ -62,7 +64,7 @@ class PostgresServer:
         return self.folder / "data"
 
     def make(self) -> None:
-        shutil.rmtree(self.data, ignore_errors=True)
+        self.end()
         options = ("--auth=trust", "--encoding=UTF8", "--no-locale", "--no-sync")
         _run("initdb", "--pgdata", str(self.data), "--username=laminar", *options)
 
@@ -96,7 +98,7 @@ class PostgresServer:
 
     def make_standby_of(self, primary: PostgresServer, name: str) -> None:
         """A copy of the running primary, which follows it under `name`."""
-        shutil.rmtree(self.data, ignore_errors=True)
+        self.end()
         where = f"host=127.0.0.1 port={primary.port} user=laminar application_name={name}"
         options = ("--checkpoint=fast", "--wal-method=stream", "--write-recovery-conf", "--no-sync")
         _run("pg_basebackup", "--pgdata", str(self.data), "--dbname", where, *options)
@@ -109,6 +111,16 @@ class PostgresServer:
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+    def end(self) -> None:
+        """It has nothing any more: no data, and no memory, which the machine keeps of a killed one."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGQUIT)
+            self.process.wait(timeout=180)
+        with contextlib.suppress(FileNotFoundError):
+            _, _, _, _, _, _, memory, *_ = (self.data / "postmaster.pid").read_text().splitlines()
+            subprocess.run(["ipcrm", "--shmem-id", memory.split()[1]], check=False, capture_output=True)
+        shutil.rmtree(self.data, ignore_errors=True)
 
 
 Servers = Callable[[str], PostgresServer]
@@ -141,7 +153,7 @@ def _servers(folder: Path) -> Iterator[Servers]:
 
         yield make
         for server in made.values():
-            server.kill()
+            server.end()
 
 
 @pytest.fixture
