@@ -17,7 +17,7 @@ UID_BASE = 2_000_000_000
 """A run started by root runs as the user UID_BASE + the keeper's process id: it owns no file and no process, and the
 kernel counts this run's processes alone. Process ids are below 2**22, user ids here below 2**31 (bwrap)."""
 
-_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 16384, 1 << 18
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
@@ -71,6 +71,9 @@ def _enter_user_namespace() -> None:
 
 def _become_nobody() -> None:
     number = UID_BASE + os.getpid()
+    # sandlock makes System V memory and semaphores for each user and leaves them: they end with this namespace. Where
+    # CAP_SYS_ADMIN lacks (a run without a writable folder does not need it), they stay.
+    _libc.unshare(_CLONE_NEWIPC)
     try:
         os.setgroups([])
         os.setresgid(number, number, number)

@@ -18,6 +18,7 @@ import pytest
 from agents_env.sandbox import client, kinds
 from agents_env.sandbox.client import Sandbox, SandboxFailed
 from agents_env.sandbox.limits import Kind, Limits, SandboxRefused
+from agents_env.sandbox.stage import UID_BASE
 from tests.support.skips import needs
 from tests.unit.agents_env.sandboxes import KINDS, wait_until_gone, wait_until_there
 
@@ -31,6 +32,25 @@ async def test_a_program_reads_its_input_and_its_end_is_reported(kind: Kind) -> 
     program = "import sys; data = sys.stdin.read(); print(len(data)); print(sys.argv[1], file=sys.stderr); sys.exit(3)"
     result = await sandbox.run(["-I", "-c", program, "word"], b"x" * 300_000)
     assert (result.ending, result.exit_code, result.stdout, result.stderr) == ("exited", 3, b"300000\n", b"word\n")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_run_leaves_no_shared_memory_and_no_semaphores(kind: Kind) -> None:
+    """sandlock keeps some for each user, and each run of root's has a user of its own."""
+    sandbox = Sandbox(kind, LIMITS)
+    await sandbox.run(["-I", "-c", "pass"])
+    before = _of_system_v()
+    await sandbox.run(["-I", "-c", "pass"])
+    assert not _of_system_v() - before
+
+
+def _of_system_v() -> set[tuple[str, str]]:
+    """Kind and id of each object of the runs' users."""
+    rows = [
+        (kind, row.split()) for kind in ("shm", "sem") for row in Path(f"/proc/sysvipc/{kind}").read_text().splitlines()
+    ]
+    users = {"shm": 7, "sem": 4}
+    return {(kind, row[1]) for kind, row in rows if row[users[kind]].isdigit() and int(row[users[kind]]) >= UID_BASE}
 
 
 @pytest.mark.parametrize("kind", KINDS)
