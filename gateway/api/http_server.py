@@ -2,7 +2,7 @@
 
 Invariants:
 - a head that has begun is whole within `HEAD_TIMEOUT_S`, or its connection is closed with a 408;
-- a connection is one of those that `gateway.core.connections` takes, and begins its first head within that time; one
+- a connection is one of those that `gateway.core.connections` takes, and begins its first head within `SILENCE_S`; one
   that is refused gets a 429, and is closed;
 - a body that a handler waits for comes at `BODY_BYTES_PER_S_MIN` at least, with `BODY_GRACE_S` to spare, or is refused;
 - bodies that come in at once are no larger, together, than `bodies_bytes_max`;
@@ -30,6 +30,7 @@ from protos.errors import LaminarError, OutOfCapacity
 
 log = logging.getLogger(__name__)
 
+SILENCE_S = 30.0
 HEAD_TIMEOUT_S = 30.0
 BODY_GRACE_S = 30.0
 BODY_BYTES_PER_S_MIN = 100_000
@@ -62,7 +63,7 @@ class _Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._refusal = self._admission.opened(self, transport)
-        silence_s = HEAD_TIMEOUT_S if self._refusal is None else REFUSED_S
+        silence_s = SILENCE_S if self._refusal is None else REFUSED_S
         self._silence_due = asyncio.get_running_loop().call_later(silence_s, self.make_way)
 
     def make_way(self) -> None:

@@ -93,7 +93,7 @@ async def test_so_many_refused_ones_are_answered_and_no_more(tmp_path: Path, mon
 
 
 async def test_a_connection_that_says_nothing_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_server, "SILENCE_S", 0.05)
     async with gateway(tmp_path) as (found, _), connected(found) as [(reader, _)]:
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
