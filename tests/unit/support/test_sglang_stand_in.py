@@ -49,7 +49,7 @@ def generate(tokens: int = 4, rid: str = "r", **params: Any) -> dict[str, Any]:
 
 
 async def started(engine: Engine, post: Post, tokens: int = 2000) -> asyncio.Task[tuple[int, Any]]:
-    """A request under way."""
+    """A request under way; at 0.05 s a token it is far from its end however slow the machine is."""
     task = asyncio.create_task(post("/generate", generate(tokens)))
     await until(lambda: any(request.ids for request in engine.requests.values()), "tokens")
     return task
@@ -93,7 +93,7 @@ async def test_sessions_open_once_and_take_the_right_number_of_ranks() -> None:
 
 
 async def test_a_request_id_is_taken_once_and_aborted_by_all_of_it() -> None:
-    async with stand_in(step_s=0.05) as (engine, post):  # far from its end, however slow the three calls are
+    async with stand_in(step_s=0.05) as (engine, post):
         task = await started(engine, post)
         [request] = engine.requests.values()
         assert "Duplicate" in (await post("/generate", generate()))[1]["error"]["message"]
@@ -167,7 +167,7 @@ async def test_what_waits_while_it_is_paused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_flushing_needs_an_idle_or_retracted_engine() -> None:
-    async with stand_in() as (engine, post):
+    async with stand_in(step_s=0.05) as (engine, post):
         task = await started(engine, post)
         assert (await post("/flush_cache"))[0] == 400
         await post("/pause_generation", {"mode": "retract"})
@@ -177,7 +177,7 @@ async def test_flushing_needs_an_idle_or_retracted_engine() -> None:
 
 
 async def test_a_new_label_aborts_everything_unless_told_not_to() -> None:
-    async with stand_in() as (engine, post):
+    async with stand_in(step_s=0.05) as (engine, post):
         task = await started(engine, post)
         await post("/update_weight_version", {"new_version": "5", "abort_all_requests": False})
         assert (engine.label, task.done()) == ("5", False)
